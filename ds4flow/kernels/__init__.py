@@ -1,0 +1,1 @@
+"""Kernel backends: the same fused operations, with the same bits for a row in any company."""

@@ -1,0 +1,153 @@
+"""The operations that the model is written against, and the cache buffers that they read and write.
+
+Promise of every backend: row i of an M-row call has the same bits as the same row alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ds4flow.model.rope import Rope
+from ds4flow.model.weights import (
+    CompressorWeights,
+    HyperWeights,
+    IndexerWeights,
+    LayerWeights,
+)
+from ds4flow.quants import QTensor
+
+
+@dataclass
+class CompressedRows:
+    """Buffers of one compressor. The row of block `j` covers positions `j*ratio .. j*ratio+ratio-1`.
+
+    `values` and `scores` are float32 rings `[slots, c * width]` addressed by `position % slots` and hold
+    the compressor's projections of single positions (scores with the position embedding added);
+    `pool [capacity, width]` holds finished rows by block number.
+    """
+
+    ratio: int
+    values: torch.Tensor
+    scores: torch.Tensor
+    pool: torch.Tensor
+
+    @property
+    def overlapping(self) -> bool:
+        """True when a row also pools the first halves of the block before it (ratio 4)."""
+        return self.values.shape[-1] == 2 * self.pool.shape[-1]
+
+
+@dataclass
+class LayerRows:
+    """Cache buffers of one layer. `window` is a float32 ring `[slots, head_dim]` of raw KV rows."""
+
+    window: torch.Tensor
+    compressed: CompressedRows | None = None
+    index: CompressedRows | None = None
+
+
+class Cache(Protocol):
+    """What the model needs of a cache: the cursor, the buffers, and a check that a pass fits."""
+
+    @property
+    def length(self) -> int:
+        """Committed tokens; the next pass starts at this position."""
+
+    @property
+    def layers(self) -> Sequence[LayerRows]:
+        """Buffers of the trunk layers."""
+
+    @property
+    def mtp(self) -> LayerRows:
+        """Buffers of the MTP block (its window only)."""
+
+    def check_room(self, start: int, rows: int) -> None:
+        """Raise when `rows` rows from position `start` do not fit."""
+
+
+class Kernels(Protocol):
+    """Fused operations. `start` is the absolute position of row 0; row i lies at `start + i`.
+
+    M rows, N streams, D model width, H heads of d, Q query rank; all activations are float32.
+    """
+
+    def prepare(self, weights: Sequence[QTensor]) -> None:
+        """Make the weights ready (self-test of the shapes, packing); called once after loading."""
+
+    def embed(self, weight: QTensor, tokens: Sequence[int]) -> torch.Tensor:
+        """Embedding rows `[M, D]`."""
+
+    def linear(self, x: torch.Tensor, weight: QTensor) -> torch.Tensor:
+        """`x [M, in]` times the transposed weight `(out, in)`: `[M, out]`."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """Root-mean-square norm over the last axis."""
+
+    def hc_pre(
+        self, streams: torch.Tensor, hyper: HyperWeights, norm: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Hyper-connection input: normalised mix `[M, D]`, `post [M, N]` and `comb [M, N, N]`."""
+
+    def hc_post(
+        self, block: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
+    ) -> torch.Tensor:
+        """Hyper-connection output: the new streams `[M, N, D]` from the block's output `[M, D]`."""
+
+    def hc_head(
+        self, streams: torch.Tensor, hyper: HyperWeights, norm: torch.Tensor
+    ) -> torch.Tensor:
+        """Collapse the streams for an output head: normalised `[M, D]`."""
+
+    def kv_rows(
+        self, x: torch.Tensor, layer: LayerWeights, rope: Rope, window: torch.Tensor, start: int
+    ) -> None:
+        """Project, norm, rotate and round the KV rows of `x [M, D]` and write them to the window."""
+
+    def queries(
+        self, x: torch.Tensor, layer: LayerWeights, rope: Rope, start: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotated queries `[M, H, d]` and the low-rank query `[M, Q]` that the indexer shares."""
+
+    def compress(
+        self,
+        x: torch.Tensor,
+        weights: CompressorWeights,
+        rows: CompressedRows,
+        rope: Rope,
+        start: int,
+        *,
+        index: bool,
+    ) -> None:
+        """Write the projections of each position and every row whose block is finished by them."""
+
+    def index_topk(
+        self,
+        x: torch.Tensor,
+        low_rank: torch.Tensor,
+        weights: IndexerWeights,
+        rows: CompressedRows,
+        rope: Rope,
+        start: int,
+    ) -> list[torch.Tensor | None]:
+        """Per row the ascending block numbers to attend, or None for all visible ones."""
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        layer: LayerWeights,
+        rows: LayerRows,
+        rope: Rope,
+        start: int,
+        selected: list[torch.Tensor | None] | None,
+    ) -> torch.Tensor:
+        """Sink attention over window and compressed rows, de-rotated: `[M, H, d]`."""
+
+    def attention_output(self, heads: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
+        """Grouped low-rank output projection of `[M, H, d]`: `[M, D]`."""
+
+    def moe(self, x: torch.Tensor, tokens: Sequence[int], layer: LayerWeights) -> torch.Tensor:
+        """Routed experts plus the shared expert: `[M, D]`."""

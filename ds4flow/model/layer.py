@@ -1,0 +1,54 @@
+"""One transformer layer over hyper-connection streams, written once against the kernel interface."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ds4flow.kernels.interface import Kernels, LayerRows
+from ds4flow.model.rope import Rope
+from ds4flow.model.weights import LayerWeights
+
+
+def attention(
+    kernels: Kernels,
+    x: torch.Tensor,
+    layer: LayerWeights,
+    rows: LayerRows,
+    rope: Rope,
+    start: int,
+) -> torch.Tensor:
+    """Attention sublayer for rows at positions `start ..`: `x [M, D]` (normalised) to `[M, D]`.
+
+    The rows' own KV, compressor and indexer entries are written before anything is attended, so a query
+    sees the compressed row that its own position finishes.
+    """
+    q, low_rank = kernels.queries(x, layer, rope, start)
+    kernels.kv_rows(x, layer, rope, rows.window, start)
+    selected: list[torch.Tensor | None] | None = None
+    if layer.compressor is not None and rows.compressed is not None:
+        kernels.compress(x, layer.compressor, rows.compressed, rope, start, index=False)
+    if layer.indexer is not None and rows.index is not None:
+        kernels.compress(x, layer.indexer.compressor, rows.index, rope, start, index=True)
+        selected = kernels.index_topk(x, low_rank, layer.indexer, rows.index, rope, start)
+    heads = kernels.attend(q, layer, rows, rope, start, selected)
+    return kernels.attention_output(heads, layer)
+
+
+def layer_forward(
+    kernels: Kernels,
+    streams: torch.Tensor,
+    tokens: Sequence[int],
+    layer: LayerWeights,
+    rows: LayerRows,
+    rope: Rope,
+    start: int,
+) -> torch.Tensor:
+    """Streams `[M, N, D]` after one layer; writes the layer's cache rows of positions `start ..`."""
+    x, post, comb = kernels.hc_pre(streams, layer.hc_attn, layer.attn_norm)
+    block = attention(kernels, x, layer, rows, rope, start)
+    streams = kernels.hc_post(block, streams, post, comb)
+    x, post, comb = kernels.hc_pre(streams, layer.hc_ffn, layer.ffn_norm)
+    block = kernels.moe(x, tokens, layer)
+    return kernels.hc_post(block, streams, post, comb)

@@ -1,0 +1,156 @@
+"""The DeepSeek-V4 trunk: tokens to hyper-connection streams to logits, one pass for any number of rows.
+
+Promise: the bits of a row do not depend on how many rows are in the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ds4flow.errors import NumericsError, UsageError, near_match
+from ds4flow.gguf import GgufFile
+from ds4flow.kernels.interface import Cache, Kernels
+from ds4flow.kernels.reference import ReferenceKernels
+from ds4flow.model.config import ModelConfig
+from ds4flow.model.layer import layer_forward
+from ds4flow.model.mtp import MtpBlock
+from ds4flow.model.profile import Profile, find_profile
+from ds4flow.model.rope import Rope
+from ds4flow.model.weights import MtpWeights, TrunkWeights, load_mtp, load_trunk
+from ds4flow.quants import QTensor
+
+BACKENDS = {"reference": ReferenceKernels}
+
+
+class Model:
+    """A loaded model: the trunk, and the MTP block when its weights are there.
+
+    It holds weights and kernels only; everything that changes during a run is in the cache.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: TrunkWeights,
+        mtp_weights: MtpWeights | None,
+        profile: Profile,
+        kernels: Kernels,
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.profile = profile
+        self.kernels = kernels
+        self._plain_rope = Rope(config, compressed=False, exact=profile.exact_angles)
+        self._compressed_rope = Rope(config, compressed=True, exact=profile.exact_angles)
+        self.mtp: MtpBlock | None = None
+        if mtp_weights is not None:
+            ratio = config.mtp_ratio
+            rope = self._compressed_rope if ratio else self._plain_rope
+            self.mtp = MtpBlock(config, mtp_weights, weights, kernels, rope)
+
+    @classmethod
+    def load(
+        cls,
+        main: GgufFile,
+        mtp: GgufFile | None = None,
+        *,
+        profile: str = "official",
+        kernels: str = "reference",
+    ) -> Model:
+        """Bind the tensors of a main file and of an optional MTP file and prepare the kernels.
+
+        Raises ModelFileError for what the files lack, UsageError for an unknown profile or backend.
+        """
+        config = ModelConfig.from_gguf(main)
+        numerics = find_profile(profile)
+        if kernels not in BACKENDS:
+            raise UsageError(
+                f"runtime.kernels={kernels} is not a kernel backend",
+                f"use one of: {', '.join(BACKENDS)} {near_match(kernels, BACKENDS)}".rstrip(),
+            )
+        if numerics.kv_fp8 and (config.head_dim - config.rope_dim) % 64:
+            raise UsageError(
+                f"model.profile={profile} rounds KV rows in blocks of 64 channels, but this model has "
+                f"{config.head_dim - config.rope_dim} non-rotary ones",
+                "use model.profile=plain",
+            )
+        weights = load_trunk(main, config)
+        mtp_weights = None if mtp is None else load_mtp(mtp, config, main)
+        backend = BACKENDS[kernels](config, numerics)
+        model = cls(config, weights, mtp_weights, numerics, backend)
+        backend.prepare(list(model.matrices()))
+        return model
+
+    def matrices(self) -> Iterator[QTensor]:
+        """Every weight that enters a matrix product, MTP included."""
+        layers = list(self.weights.layers)
+        yield self.weights.output
+        yield self.weights.head.hc.fn
+        if self.mtp is not None:
+            layers.append(self.mtp.weights.layer)
+            yield self.mtp.weights.e_proj
+            yield self.mtp.weights.h_proj
+            yield self.mtp.weights.head.hc.fn
+        for layer in layers:
+            yield from (layer.hc_attn.fn, layer.hc_ffn.fn)
+            yield from (layer.q_a, layer.q_b, layer.kv, layer.out_a, layer.out_b)
+            moe = layer.moe
+            yield from (moe.router, moe.gate, moe.up, moe.down)
+            yield from (moe.shared_gate, moe.shared_up, moe.shared_down)
+            for compressor in (layer.compressor, layer.indexer and layer.indexer.compressor):
+                if compressor:
+                    yield from (compressor.kv, compressor.gate)
+            if layer.indexer:
+                yield from (layer.indexer.q_b, layer.indexer.proj)
+
+    def rope(self, ratio: int) -> Rope:
+        """The rotary table of layers with compression `ratio`."""
+        return self._compressed_rope if ratio else self._plain_rope
+
+    @torch.inference_mode()
+    def forward(self, tokens: Sequence[int], cache: Cache) -> torch.Tensor:
+        """Run the trunk on `tokens` at positions `cache.length ..`; the cursor does not move.
+
+        Returns the float32 streams `[M, N, D]` after the last layer. The cache rows of these positions
+        are written and become visible when the cache commits them. Raises NumericsError naming the layer
+        when a value is not finite.
+        """
+        start = cache.length
+        cache.check_room(start, len(tokens))
+        embedded = self.kernels.embed(self.weights.embed, tokens)
+        streams = embedded[:, None, :].expand(-1, self.config.streams, -1).contiguous()
+        for layer, rows in zip(self.weights.layers, cache.layers, strict=True):
+            streams = layer_forward(
+                self.kernels, streams, tokens, layer, rows, self.rope(layer.ratio), start
+            )
+            if not bool(torch.isfinite(streams).all()):
+                row = int(torch.nonzero(~torch.isfinite(streams).flatten(1).all(1))[0])
+                raise NumericsError(
+                    f"layer {layer.index} gave a value that is not finite at position {start + row} "
+                    f"(row {row} of the pass)",
+                    "the weights or the kernels are at fault; check the file with its published digest",
+                )
+        return streams
+
+    @torch.inference_mode()
+    def logits(self, streams: torch.Tensor) -> torch.Tensor:
+        """Logits `[M, V]` (float32) of streams `[M, N, D]`; NumericsError when one is not finite."""
+        head = self.weights.head
+        logits = self.kernels.linear(
+            self.kernels.hc_head(streams, head.hc, head.norm), self.weights.output
+        )
+        check_logits(logits, "output head")
+        return logits
+
+
+def check_logits(logits: torch.Tensor, where: str) -> None:
+    """Raise NumericsError naming the first row of `logits [M, V]` that holds NaN or Inf."""
+    finite = torch.isfinite(logits).all(-1)
+    if not bool(finite.all()):
+        row = int(torch.nonzero(~finite)[0])
+        raise NumericsError(
+            f"the {where} gave logits that are not finite in row {row}",
+            "the weights or the kernels are at fault; check the file with its published digest",
+        )
