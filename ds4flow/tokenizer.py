@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -30,8 +30,8 @@ END_THINK: Final = "</think>"
 DSML: Final = "｜DSML｜"
 REMINDER: Final = "<｜latest_reminder｜>"
 
-# Producers disagree about the token type of these, so they are also found by their string.
-_MARKERS: Final = (BOS, EOS, USER, ASSISTANT, THINK, END_THINK, DSML, REMINDER)
+MARKERS: Final = (BOS, EOS, USER, ASSISTANT, THINK, END_THINK, DSML, REMINDER)
+"""Special tokens of the prompt format; producers disagree about their token type."""
 
 T = TypeVar("T")
 
@@ -64,13 +64,15 @@ _CHAR_OF_BYTE: Final = _byte_alphabet()
 _BYTE_OF_CHAR: Final = {char: byte for byte, char in _CHAR_OF_BYTE.items()}
 # Bytes that can occur in UTF-8 text: a vocabulary without one of them would drop text silently.
 _UTF8_BYTES: Final = (*range(0xC0), *range(0xC2, 0xF5))
+# The regex engine gives up after ten million steps back inside one run of white space.
+_LONGEST_SPACE: Final = 4_000_000
 
 
 class Tokenizer:
     """Byte-level BPE over the vocabulary of one model file; immutable, safe to share.
 
     `specials` maps the string of every atomic token (types control and user-defined, and the
-    prompt markers whatever their type) to its id.
+    prompt markers whatever their type) to its id. `chat_template` is the text of the model file.
     """
 
     vocab_size: int
@@ -78,6 +80,7 @@ class Tokenizer:
     eos: int
     pad: int | None
     specials: Mapping[str, int]
+    chat_template: str | None
 
     def __init__(
         self,
@@ -88,6 +91,7 @@ class Tokenizer:
         bos: int,
         eos: int,
         pad: int | None = None,
+        chat_template: str | None = None,
     ) -> None:
         """Build the tokenizer; ModelFileError when the lists do not fit together."""
         if len(types) != len(tokens):
@@ -105,15 +109,15 @@ class Tokenizer:
                 )
         self.vocab_size = len(tokens)
         self.bos, self.eos, self.pad = bos, eos, pad
+        self.chat_template = chat_template
         self._tokens = tuple(tokens)
         self._types = tuple(types)
         self._merges = tuple(merges)
         self.specials = MappingProxyType(self._find_specials())
         self._special_ids = frozenset(self.specials.values())
         self._bpe = self._build_bpe()
-        # Longest first, so that no marker hides a longer one that starts with it.
-        names = sorted(self.specials, key=len, reverse=True)
-        self._cut = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+        self._first = re.compile("|".join(sorted({re.escape(name[0]) for name in self.specials})))
+        self._lengths = sorted({len(name) for name in self.specials}, reverse=True)
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object]) -> Tokenizer:
@@ -134,6 +138,7 @@ class Tokenizer:
                     f"tokenizer.ggml.{key} is {found!r}; only {known!r} is implemented",
                     "use a GGUF whose tokenizer is the one of DeepSeek-V4",
                 )
+        template = metadata.get("tokenizer.chat_template")
         return cls(
             _values(metadata, "tokens", str),
             _values(metadata, "token_type", int),
@@ -145,6 +150,7 @@ class Tokenizer:
                 if "tokenizer.ggml.padding_token_id" in metadata
                 else None
             ),
+            chat_template=template if isinstance(template, str) else None,
         )
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
@@ -160,14 +166,13 @@ class Tokenizer:
                 f"the text is not valid Unicode: lone surrogate at character {error.start}",
                 "give the text as UTF-8",
             ) from None
-        if not special or self._cut is None:
+        if not special:
             return self._encode_span(text)
         ids: list[int] = []
-        for number, span in enumerate(self._cut.split(text)):
-            if number % 2:
-                ids.append(self.specials[span])
-            else:
-                ids.extend(self._encode_span(span))
+        for span, name in self._cut(text):
+            ids.extend(self._encode_span(span))
+            if name is not None:
+                ids.append(self.specials[name])
         return ids
 
     def decode(self, ids: Sequence[int], *, specials: bool = False) -> str:
@@ -215,13 +220,39 @@ class Tokenizer:
         return (self.token_bytes(i) for i in ids if specials or i not in self._special_ids)
 
     def _encode_span(self, text: str) -> list[int]:
+        if len(text) > _LONGEST_SPACE:
+            longest = max(map(len, re.split(r"\S+", text)))
+            if longest > _LONGEST_SPACE:
+                raise UsageError(
+                    f"the text has {longest} white-space characters in a row; the tokenizer takes "
+                    f"at most {_LONGEST_SPACE}",
+                    "shorten the run of white space",
+                )
         ids: list[int] = self._bpe.encode(text, add_special_tokens=False).ids
         return ids
+
+    def _cut(self, text: str) -> Iterator[tuple[str, str | None]]:
+        """Yield (ordinary text, special token after it); the last one has no special token.
+
+        At each character the longest special token wins. A table look-up per length, because a
+        pattern of more than a thousand alternatives is slow on text full of angle brackets.
+        """
+        start = at = 0
+        while self.specials and (found := self._first.search(text, at)):
+            at = found.start()
+            tails = (text[at : at + size] for size in self._lengths)
+            name = next((tail for tail in tails if tail in self.specials), None)
+            if name is None:
+                at += 1
+            else:
+                yield text[start:at], name
+                start = at = at + len(name)
+        yield text[start:], None
 
     def _find_specials(self) -> dict[str, int]:
         specials: dict[str, int] = {}
         for id, (token, type) in enumerate(zip(self._tokens, self._types, strict=True)):
-            if type in (_CONTROL, _USER_DEFINED) or token in _MARKERS:
+            if type in (_CONTROL, _USER_DEFINED) or token in MARKERS:
                 if not token or token in specials:
                     raise ModelFileError(
                         f"special token {id} of the vocabulary is "
