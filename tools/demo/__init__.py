@@ -1,0 +1,1 @@
+"""Building blocks of the demo model: network, data, optimiser, quantiser and GGUF writer."""
