@@ -80,6 +80,29 @@ def test_there_are_golden_cases() -> None:
     assert len(CASES) == 72
 
 
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        ["a\u0301e\u0301x"],
+        ["日本かナ語", ",x"],
+        ["a", "１２３", "４5"],
+        ["。。\n\n", "b"],
+        ["\0", "\0ab", " ", "\0"],
+        ["x", "=+-\r\n", " y"],
+        ["_ab", "_C", " -", "d"],
+        [".", "é"],
+        ["A", " \n \n", " ", " b"],
+        ["한국어", "!!\n"],
+        [" \xa0", "\u3000x", "\t", "\ty", " "],
+    ],
+)
+def test_splits_before_merging(pieces: list[str]) -> None:
+    # The golden vocabulary has too few merges to show every split in its ids.
+    text = "".join(pieces)
+    splits = TOKENIZER._bpe.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[start:end] for _, (start, end) in splits] == pieces
+
+
 def test_facts_from_metadata() -> None:
     assert (TOKENIZER.vocab_size, TOKENIZER.bos, TOKENIZER.eos, TOKENIZER.pad) == (320, 0, 1, 319)
     assert TOKENIZER.specials[USER] == 314
