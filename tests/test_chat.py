@@ -142,7 +142,7 @@ def test_tools_without_their_instructions_are_refused() -> None:
 
 def test_tool_calls_and_results_in_the_order_of_the_calls() -> None:
     calls = (
-        ToolCall("f", {"path": 'a"<b>', "lines": [1, 2], "all": True}, id="one"),
+        ToolCall("f", {"path": 'a"<b>', "lines": [1, "é"], "all": True}, id="one"),
         ToolCall("g", {"x": "é"}, id="two"),
     )
     messages = [
@@ -155,7 +155,7 @@ def test_tool_calls_and_results_in_the_order_of_the_calls() -> None:
         f"{B}{U}Q{A}</think>\n\n<{D}tool_calls>\n"
         f'<{D}invoke name="f">\n'
         f'<{D}parameter name="path" string="true">a"<b></{D}parameter>\n'
-        f'<{D}parameter name="lines" string="false">[1, 2]</{D}parameter>\n'
+        f'<{D}parameter name="lines" string="false">[1, "é"]</{D}parameter>\n'
         f'<{D}parameter name="all" string="false">true</{D}parameter>\n'
         f"</{D}invoke>\n"
         f'<{D}invoke name="g">\n<{D}parameter name="x" string="true">é</{D}parameter>\n'
