@@ -1,0 +1,73 @@
+"""The DS4_* variables: read here and nowhere else, checked like any other value.
+
+A variable overrides the command line. Empty means unset; booleans are values, so `0` is off.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ds4flow.errors import UsageError, near_match
+from ds4flow.schema import KEYS
+
+VARIABLES: Mapping[str, str] = {
+    "DS4_MTP_DRAFT": "mtp.draft",
+    "DS4_MTP_MIN_MARGIN": "mtp.margin",
+    "DS4_MTP_STRICT": "mtp.strict",
+    "DS4_MTP_GATE": "mtp.gate",
+    "DS4_MTP_KEEP_ACCEPTED": "mtp.keep_accepted",
+    "DS4_MTP_FULL_LOGITS": "mtp.full_logits",
+    "DS4_MTP_PROBE": "mtp.probe",
+    "DS4_MTP_TIMING": "mtp.timing",
+    "DS4_MTP_SPEC_LOG": "mtp.spec_log",
+    "DS4_MTP_CONF_LOG": "mtp.conf_log",
+    "DS4_NO_GPU": "runtime.no_gpu",
+}
+
+_BOOLEANS = dict.fromkeys(("1", "true", "yes", "on"), "true") | dict.fromkeys(
+    ("0", "false", "no", "off"), "false"
+)
+
+
+class Variable(NamedTuple):
+    """One variable that is set: its name, the config key, and the value in Hydra's spelling."""
+
+    name: str
+    key: str
+    value: str
+
+
+def read(environ: Mapping[str, str] | None = None) -> tuple[Variable, ...]:
+    """Return the variables that set a key, in the order of `VARIABLES`.
+
+    Raises UsageError for an unknown DS4_MTP_* name and for a value of the wrong type.
+    """
+    environ = os.environ if environ is None else environ
+    for name in sorted(environ):
+        if name.startswith("DS4_MTP_") and name not in VARIABLES:
+            known = [known for known in VARIABLES if known.startswith("DS4_MTP_")]
+            raise UsageError(
+                f"{name} is not a variable of ds4flow",
+                near_match(name, known) or f"use one of {', '.join(known)}",
+            )
+    return tuple(
+        Variable(name, key, _spelled(name, key, environ[name].strip()))
+        for name, key in VARIABLES.items()
+        if environ.get(name, "").strip()
+    )
+
+
+def _spelled(name: str, key: str, text: str) -> str:
+    """The value as Hydra reads it, after a check against the key's type."""
+    kind = KEYS[key].type
+    try:
+        if kind is bool:
+            return _BOOLEANS[text.lower()]
+        return repr(kind(text))
+    except (KeyError, ValueError):
+        wanted = {bool: "1 or 0", int: "an integer", float: "a number"}[kind]
+        raise UsageError(
+            f"{name}={text} is not a value for {key}", f"set {name} to {wanted}, or unset it"
+        ) from None

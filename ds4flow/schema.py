@@ -1,0 +1,314 @@
+"""The typed shape of every config group: names, types, ranges and choices.
+
+Defaults are not here but in conf/, once. What passes `check` is what the stages may rely on.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from types import UnionType
+from typing import Any, NamedTuple
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from ds4flow.errors import UsageError, near_match
+
+PROFILES = ("official", "plain")
+CHATS = ("auto", "raw", "nothink", "think", "think-max")
+KERNELS = ("auto", "reference", "cpu")
+
+
+class Limits(NamedTuple):
+    """What a value must satisfy beyond its type; `hint` replaces the generated advice.
+
+    `link` names the key that the field follows: it can only be set there.
+    """
+
+    low: float | None = None
+    high: float | None = None
+    open_low: bool = False
+    choices: tuple[str, ...] = ()
+    hint: str = ""
+    link: str = ""
+
+
+def knob(
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    open_low: bool = False,
+    choices: tuple[str, ...] = (),
+    hint: str = "",
+    link: str = "",
+) -> Any:
+    """A config field: its value comes from YAML, its limits from here."""
+    limits = Limits(low, high, open_low, choices, hint, link)
+    return field(default=MISSING, metadata={"limits": limits})
+
+
+@dataclass
+class Mtp:
+    """Knobs of speculation, shared by the stages."""
+
+    draft: int = knob(low=0, high=16)
+    margin: float = knob(
+        low=0.0,
+        high=1.0,
+        open_low=True,
+        hint="use a ratio in (0, 1]; a logit gap of the drafter, as ds4 means it, is mtp.gate",
+    )
+    strict: bool = knob()
+    gate: float = knob(low=0.0)
+    keep_accepted: bool = knob()
+    full_logits: bool = knob()
+    probe: bool = knob()
+    timing: bool = knob()
+    spec_log: bool = knob()
+    conf_log: bool = knob()
+
+
+@dataclass
+class Model:
+    """Which weights, where they lie, and how text becomes their prompt."""
+
+    name: str = knob()
+    path: str | None = knob()
+    mtp_path: str | None = knob()
+    sha256: str | None = knob()
+    mtp_sha256: str | None = knob()
+    repo: str | None = knob()
+    file: str | None = knob()
+    mtp_file: str | None = knob()
+    profile: str = knob(choices=PROFILES)
+    chat: str = knob(choices=CHATS)
+    prompt: str = knob()
+
+
+@dataclass
+class Runtime:
+    """The machine's side of a run."""
+
+    kernels: str = knob(choices=KERNELS)
+    threads: int = knob(low=0)
+    no_gpu: bool = knob()
+    chunk: int = knob(low=1, high=4096)
+    context: int | None = knob(low=2)
+
+
+@dataclass
+class Sampling:
+    """How the next token is chosen from the target's logits."""
+
+    temperature: float = knob(
+        low=0.0, high=0.0, hint="use sampling.temperature=0; only greedy decoding is implemented"
+    )
+
+
+@dataclass
+class Pipeline:
+    """Names of stages in their order: once, per cycle, and watching each cycle."""
+
+    setup: list[str] = knob()
+    cycle: list[str] = knob()
+    observe: list[str] = knob()
+
+
+@dataclass
+class StageGroup:
+    """Any stage's group: the class that runs."""
+
+    _target_: str = knob()
+
+
+@dataclass
+class Download(StageGroup):
+    """Finding and checking the model files."""
+
+    path: str | None = knob(link="model.path")
+    mtp_path: str | None = knob(link="model.mtp_path")
+    sha256: str | None = knob(link="model.sha256")
+    mtp_sha256: str | None = knob(link="model.mtp_sha256")
+    repo: str | None = knob(link="model.repo")
+    file: str | None = knob(link="model.file")
+    mtp_file: str | None = knob(link="model.mtp_file")
+    folder: str = knob()
+
+
+@dataclass
+class Load(StageGroup):
+    """Files to model, tokenizer, prompt ids and cache."""
+
+    profile: str = knob(link="model.profile")
+    kernels: str = knob(link="runtime.kernels")
+    threads: int = knob(link="runtime.threads")
+    no_gpu: bool = knob(link="runtime.no_gpu")
+    draft: int = knob(link="mtp.draft")
+    chunk: int = knob(link="runtime.chunk")
+    context: int | None = knob(link="runtime.context")
+    chat: str = knob(link="model.chat")
+    system: str = knob(link="system")
+
+
+@dataclass
+class Prefill(StageGroup):
+    """The prompt through the target."""
+
+    chunk: int = knob(link="runtime.chunk")
+    progress_after: float = knob(low=0.0)
+
+
+@dataclass
+class Draft(StageGroup):
+    """Proposing tokens."""
+
+    depth: int = knob(link="mtp.draft")
+    gate: float = knob(link="mtp.gate")
+    keep_accepted: bool = knob(link="mtp.keep_accepted")
+
+
+@dataclass
+class Verify(StageGroup):
+    """Deciding which proposals the target accepts."""
+
+    margin: float = knob(link="mtp.margin")
+    strict: bool = knob(link="mtp.strict")
+    probe: bool = knob(link="mtp.probe")
+
+
+@dataclass
+class Commit(StageGroup):
+    """Making tokens permanent and deciding when to stop."""
+
+    max_tokens: int = knob(low=1)
+    stop: list[str] = knob()
+    ignore_eos: bool = knob()
+
+
+@dataclass
+class Log(StageGroup):
+    """Text, records and the closing table."""
+
+    stream: bool = knob()
+    table: bool = knob()
+    timing: bool = knob(link="mtp.timing")
+    spec_log: bool = knob(link="mtp.spec_log")
+    conf_log: bool = knob(link="mtp.conf_log")
+    full_logits: bool = knob(link="mtp.full_logits")
+
+
+@dataclass
+class Parity(StageGroup):
+    """Comparing with a plain greedy twin."""
+
+    state: bool = knob()
+
+
+@dataclass
+class Root:
+    """Keys that belong to no group."""
+
+    name: str = knob()
+    prompt: str = knob()
+    prompt_file: str | None = knob()
+    system: str = knob()
+
+
+GROUPS: Mapping[str, type] = {
+    "mtp": Mtp,
+    "model": Model,
+    "runtime": Runtime,
+    "sampling": Sampling,
+    "pipeline": Pipeline,
+    "download": Download,
+    "load": Load,
+    "prefill": Prefill,
+    "draft": Draft,
+    "verify": Verify,
+    "commit": Commit,
+    "log": Log,
+    "parity": Parity,
+}
+
+
+class Key(NamedTuple):
+    """One typed leaf: dotted name, Python type, whether null is allowed, limits."""
+
+    name: str
+    type: type
+    optional: bool
+    limits: Limits
+
+
+def _keys_of(cls: type, prefix: str) -> Iterator[Key]:
+    hints = typing.get_type_hints(cls)
+    for item in fields(cls):
+        kind = hints[item.name]
+        arguments = typing.get_args(kind)
+        optional = isinstance(kind, UnionType)
+        if optional:
+            kind = next(arg for arg in arguments if arg is not type(None))
+        yield Key(prefix + item.name, kind, optional, item.metadata["limits"])
+
+
+def _all_keys() -> dict[str, Key]:
+    keys = {key.name: key for key in _keys_of(Root, "")}
+    for group, cls in GROUPS.items():
+        keys |= {key.name: key for key in _keys_of(cls, f"{group}.")}
+    return keys
+
+
+KEYS: Mapping[str, Key] = _all_keys()
+
+
+def root_node() -> dict[str, Any]:
+    """The untyped root with typed groups, which composed YAML is merged into.
+
+    The root stays open so that a new stage needs no schema of its own.
+    """
+    node: dict[str, Any] = {group: OmegaConf.structured(cls) for group, cls in GROUPS.items()}
+    return dict(OmegaConf.structured(Root)._content) | node  # typed leaves, not their values
+
+
+def check(config: DictConfig) -> None:
+    """Raise UsageError for a value out of its limits or missing; types were checked by the merge."""
+    for key in KEYS.values():
+        if "." in key.name and key.name.split(".")[0] not in config:
+            continue
+        if OmegaConf.is_missing(*_parent(config, key.name)):
+            raise UsageError(f"{key.name} has no value", f"type {key.name}=VALUE")
+        link = key.limits.link
+        if link and not OmegaConf.is_interpolation(*_parent(config, key.name)):
+            raise UsageError(f"{key.name} follows {link}", f"set {link} instead")
+        value = OmegaConf.select(config, key.name)
+        problem = "" if value is None else _problem(key, value)
+        if problem:
+            raise UsageError(f"{key.name}={value} {problem}", _advice(key, value))
+
+
+def _parent(config: DictConfig, name: str) -> tuple[Any, str]:
+    group, _, leaf = name.rpartition(".")
+    return (config[group] if group else config), leaf
+
+
+def _problem(key: Key, value: Any) -> str:
+    low, high, open_low, choices, *_ = key.limits
+    if choices and value not in choices:
+        return "is not one of its choices"
+    if low is not None and not (value > low if open_low else value >= low):
+        return "is too small" if value == value else "is not a number"
+    if high is not None and not value <= high:
+        return "is too large"
+    return ""
+
+
+def _advice(key: Key, value: Any) -> str:
+    low, high, open_low, choices, hint, _ = key.limits
+    if hint:
+        return hint
+    if choices:
+        return f"use one of {', '.join(choices)} {near_match(str(value), choices)}".rstrip()
+    if high is None:
+        return f"use a value of {low:g} or more"
+    return f"use a value from {'above ' if open_low else ''}{low:g} to {high:g}"
