@@ -1,0 +1,1 @@
+"""The DeepSeek-V4 model: configuration, weights and forward pass."""
