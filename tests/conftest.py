@@ -1,0 +1,24 @@
+"""Shared fixtures: the golden models, unpacked once per test session."""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+
+import pytest
+
+GOLDEN_NAMES = ("tiny-f32", "tiny-iq2", "tiny-q4k")
+GOLDEN_ARCHIVES = Path(__file__).parent / "data" / "golden"
+
+
+@pytest.fixture(scope="session")
+def golden_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with NAME.gguf, NAME.mtp-support.gguf and NAME.llama-mtp.gguf of the golden models.
+
+    Tests must not change these files; copy one to change it.
+    """
+    folder = tmp_path_factory.mktemp("golden")
+    for name in GOLDEN_NAMES:
+        with tarfile.open(GOLDEN_ARCHIVES / f"{name}.tar.xz") as archive:
+            archive.extractall(folder, filter="data")
+    return folder
