@@ -49,8 +49,11 @@ class ReferenceKernels:
         Which products have this property depends on the CPU and on the library, so it is measured for
         every shape; where it fails, products run one row at a time, which is invariant by construction.
         """
-        shapes = sorted({tuple(weight.shape[-2:]) for weight in weights})
-        if not all(self._rows_are_independent(out, width) for out, width in shapes):
+        shapes = {weight.shape[-2:] for weight in weights}
+        # the grouped output projection multiplies one group's rows at a time
+        config = self.config
+        shapes.add((config.o_rank, config.head_dim * config.heads // config.groups))
+        if not all(self._rows_are_independent(*shape[-2:]) for shape in sorted(shapes)):
             self.block_rows = 1
 
     @staticmethod
