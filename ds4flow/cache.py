@@ -41,18 +41,14 @@ class KVCache:
         self.chunk = chunk
         self.rows_max = max(chunk, draft_max + 1)
         self.length = 0
-        self.layers = [
-            self._layer(config.ratio(index), device) for index in range(config.layers)
-        ]
+        self.layers = [self._layer(config.ratio(index), device) for index in range(config.layers)]
         self.mtp = LayerRows(self._window(device))
 
     def _window(self, device: torch.device | None) -> torch.Tensor:
         slots = self.config.window + self.rows_max
         return torch.zeros(slots, self.config.head_dim, device=device)
 
-    def _compressed(
-        self, ratio: int, width: int, device: torch.device | None
-    ) -> CompressedRows:
+    def _compressed(self, ratio: int, width: int, device: torch.device | None) -> CompressedRows:
         halves = 2 if ratio == 4 else 1
         # an overlapping row reaches back over the block before its own
         slots = halves * ratio + self.rows_max

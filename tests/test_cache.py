@@ -65,7 +65,9 @@ class PlainTwin(KVCache):
 @pytest.fixture(scope="module")
 def model(golden_dir: Path) -> Model:
     main = GgufFile.open(golden_dir / "tiny-f32.gguf")
-    return Model.load(main, GgufFile.open(golden_dir / "tiny-f32.mtp-support.gguf"), profile="plain")
+    return Model.load(
+        main, GgufFile.open(golden_dir / "tiny-f32.mtp-support.gguf"), profile="plain"
+    )
 
 
 def same_state(ours: KVCache, twin: KVCache, *, mtp: bool = False) -> None:
@@ -190,5 +192,3 @@ def test_a_pass_beyond_the_context_or_the_rings_is_refused(model: Model):
         model.forward([1] * 3, cache)
     with pytest.raises(ValueError, match="cannot commit"):
         cache.commit(3)
-
-

@@ -332,9 +332,7 @@ class ReferenceKernels:
                 moe.down.expert(expert),
                 layer.clamp,
             )
-        total = self._expert(
-            x, moe.shared_gate, moe.shared_up, moe.shared_down, layer.clamp_shared
-        )
+        total = self._expert(x, moe.shared_gate, moe.shared_up, moe.shared_down, layer.clamp_shared)
         for place in range(chosen.shape[1]):
             total = total + weights[:, place, None] * parts[:, place]
         return total

@@ -51,9 +51,7 @@ class MtpBlock:
         return embedded[:, None, :] + hidden
 
     @torch.inference_mode()
-    def warm(
-        self, streams: torch.Tensor, tokens: Sequence[int], first: int, cache: Cache
-    ) -> None:
+    def warm(self, streams: torch.Tensor, tokens: Sequence[int], first: int, cache: Cache) -> None:
         """Write the window rows of positions `first ..` without running the whole block.
 
         `streams [M, N, D]` are the trunk's of positions `first-1 ..`; `tokens` lie at `first ..`. A row

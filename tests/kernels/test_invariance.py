@@ -117,9 +117,7 @@ def test_attention_of_each_ratio(model, rows, index, m):
         if layer.compressor is not None:
             kernels.compress(part, layer.compressor, store.compressed, rope, start, index=False)
         if layer.indexer is not None:
-            kernels.compress(
-                part, layer.indexer.compressor, store.index, rope, start, index=True
-            )
+            kernels.compress(part, layer.indexer.compressor, store.index, rope, start, index=True)
             chosen = kernels.index_topk(part, low, layer.indexer, store.index, rope, start)
         heads = kernels.attend(q, layer, store, rope, start, chosen)
         return [q, low, heads, kernels.attention_output(heads, layer)]
