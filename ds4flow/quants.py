@@ -37,7 +37,7 @@ class QTensor:
         return dequantize(self.data, self.type, self.shape)
 
     def rows(self, index: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        """Float32 `[len(index), width]` of the given rows of a 2-D tensor; only they are decoded."""
+        """Float32 `[len(index), width]` of some rows of a 2-D tensor; only they are decoded."""
         where = torch.as_tensor(index, dtype=torch.long, device=self.data.device)
         picked = self.data.index_select(0, where)
         return dequantize(picked, self.type, (where.numel(), *self.shape[1:]))
@@ -63,7 +63,7 @@ def from_gguf(file: GgufFile, name: str) -> QTensor:
     array = file.array(name)
     info = file.tensors[name]
     with warnings.catch_warnings():
-        # torch cannot mark tensors read-only and says so; nothing in this program writes to a weight
+        # torch has no read-only tensors and says so; nothing in this program writes to a weight
         warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
         data = torch.from_numpy(array)
     if info.type == "BF16":
@@ -80,15 +80,14 @@ def can_decode(type_name: str) -> bool:
     """Whether `dequantize` knows a type."""
     if type_name in FLOAT_TYPES or type_name in _DECODERS:
         return True
-    kind = GGMLQuantizationType.__members__.get(type_name)
-    return kind is not None and kind in gguf.quants._type_traits
+    return type_name in GGMLQuantizationType.__members__ and hasattr(gguf.quants, type_name)
 
 
 def dequantize(data: torch.Tensor, type_name: str, shape: Sequence[int]) -> torch.Tensor:
     """Float32 `[shape]` of stored weights, on the device of `data`.
 
-    `data` is typed for plain types and uint8 for block types. Raises ModelFileError for a type without
-    a decoder and for rows that are not whole blocks.
+    `data` is typed for plain types and uint8 for block types. Raises ModelFileError for a type
+    without a decoder and for rows that are not whole blocks.
     """
     shape = tuple(shape)
     if type_name in PLAIN_TYPES:
@@ -126,7 +125,7 @@ def _by_gguf(data: torch.Tensor, type_name: str) -> torch.Tensor:
     return torch.from_numpy(values).to(data.device)
 
 
-# --- decoders: uint8 [blocks, bytes] to float32 [blocks, weights]; order of operations is the bits ---
+# --- decoders: uint8 [blocks, bytes] to float32 [blocks, weights]; the order of operations is fixed
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:

@@ -72,9 +72,11 @@ class ModelConfig:
     def from_gguf(cls, file: GgufFile) -> ModelConfig:
         """Read the configuration of a main file.
 
-        The number of trunk layers is `block_count`, less one only if the last block really is an MTP
-        block; `nextn_predict_layers` is not consulted. Raises ModelFileError listing every problem.
+        The number of trunk layers is `block_count`, less one only if the last block really is an
+        MTP block; `nextn_predict_layers` is not consulted. Raises ModelFileError listing every
+        problem.
         """
+        _check_main(file)
         check_architecture(file)
         return _read(file)
 
@@ -84,31 +86,35 @@ class ModelConfig:
 
     @property
     def mtp_ratio(self) -> int:
-        """Compression ratio of the MTP block: its own entry after the trunk's, 0 if there is none."""
+        """Compression ratio of the MTP block: the entry after the trunk's, 0 if there is none."""
         return self.ratios[self.layers] if len(self.ratios) > self.layers else 0
 
 
 def check_architecture(file: GgufFile) -> None:
-    """Raise ModelFileError unless `file` is a DeepSeek-V4 main file or MTP sidecar."""
+    """Raise ModelFileError unless `file` declares itself to be DeepSeek-V4, main or MTP sidecar."""
     found = file.metadata.get("general.architecture")
     if found == ARCHITECTURE:
         return
-    what = f"{file.path} has the architecture {found!r}, not {ARCHITECTURE!r}"
-    if found == SUPPORT_ARCHITECTURE:
+    if found is None:
         raise ModelFileError(
-            f"{file.path} is an MTP support file ({found}), not a main model",
-            "give it as the MTP file and the main model as the model",
+            f"{file.path} has no key general.architecture", "give a DeepSeek-V4 GGUF file"
         )
+    what = f"{file.path} has the architecture {_short(found)}, not {ARCHITECTURE!r}"
     if isinstance(found, str) and ("dflash" in found or "dspark" in found):
         raise ModelFileError(
             f"{what}: a DSpark drafter, which is not covered", "use the first release's MTP block"
         )
-    if found is None:
+    raise ModelFileError(what, "give a DeepSeek-V4 GGUF file")
+
+
+def _check_main(file: GgufFile) -> None:
+    """Raise ModelFileError for an MTP support file; it lacks nearly all keys of a main file."""
+    support = "mtp.0.e_proj.weight" in file.tensors and "token_embd.weight" not in file.tensors
+    if support or file.metadata.get("general.architecture") == SUPPORT_ARCHITECTURE:
         raise ModelFileError(
-            f"{file.path} has no key general.architecture",
-            "give the path of a DeepSeek-V4 main file",
+            f"{file.path} is an MTP support file, not a main model",
+            "give it as the MTP file and the main model as the model",
         )
-    raise ModelFileError(what, "give the path of a DeepSeek-V4 GGUF file")
 
 
 def nextn_block(file: GgufFile) -> int | None:
@@ -198,7 +204,8 @@ def _contradictions(c: ModelConfig) -> list[str]:
 class _Keys:
     """Lenient reader of `deepseek4.*` keys that collects what is missing or wrong.
 
-    Producers differ in integer and float widths and in writing a scalar or an array of equal values.
+    Producers differ in integer and float widths, and one writes a scalar where another writes an
+    array of equal values.
     """
 
     def __init__(self, file: GgufFile) -> None:
