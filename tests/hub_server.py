@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import socket
+import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -50,6 +51,21 @@ class Fault:
     started: threading.Event | None = None  # set once half of the body is out
 
 
+class _Server(ThreadingHTTPServer):
+    """A server that minds its own mistakes, but not a client that hangs up."""
+
+    daemon_threads = True
+
+    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
+        self.mistakes: list[BaseException] = []
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        error = sys.exc_info()[1]
+        if error is not None and not isinstance(error, ConnectionError):
+            self.mistakes.append(error)
+
+
 class HubServer:
     """The two servers; use as a context manager. `url` is the endpoint to give to a client."""
 
@@ -61,14 +77,13 @@ class HubServer:
         self.gated = False
         self.headers: dict[str, str | None] = {}  # overrides of the metadata; None leaves one out
         self.direct = False  # serve files from the hub itself, without the redirect
-        self._servers: dict[str, ThreadingHTTPServer] = {}
+        self._servers: dict[str, _Server] = {}
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> HubServer:
         for kind in ("hub", "store"):
             handler = type("Handler", (_Handler,), {"hub": self, "kind": kind})
-            server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-            server.daemon_threads = True
+            server = _Server(handler)
             thread = threading.Thread(
                 target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
             )
@@ -88,6 +103,9 @@ class HubServer:
             server.server_close()
         for thread in self._threads:
             thread.join()
+        for server in self._servers.values():
+            for mistake in server.mistakes:
+                raise mistake
 
     @property
     def url(self) -> str:

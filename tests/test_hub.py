@@ -138,6 +138,13 @@ def test_verified_file_costs_no_request(hub: HubServer, folder: Path) -> None:
     assert len(hub.seen) == asked
 
 
+def test_verified_file_is_asked_about_if_another_is_pinned(hub: HubServer, folder: Path) -> None:
+    get(hub, folder)
+    assert "size" in refused(hub, folder, HubFile(REPO, NAME, size=7)).what
+    assert "SHA-256" in refused(hub, folder, HubFile(REPO, NAME, sha256="0" * 64)).what
+    assert (folder / NAME).read_bytes() == DATA
+
+
 def test_touched_file_is_hashed_again(hub: HubServer, folder: Path) -> None:
     path = get(hub, folder)
     os.utime(path, ns=(1, 1))
@@ -350,6 +357,12 @@ def test_page_instead_of_the_file(hub: HubServer, folder: Path, kind: str) -> No
     assert str(folder / NAME) in error.fix
     assert not (folder / NAME).exists()
     assert not parts(folder)
+
+
+def test_answer_of_another_length_is_not_begun(hub: HubServer, folder: Path) -> None:
+    hub.fail("body", Fault(status=200, headers={"Content-Type": "text/plain"}, body=b"busy"))
+    assert get(hub, folder).read_bytes() == DATA
+    assert ranges(hub) == [None, None]
 
 
 def test_page_keeps_what_had_arrived(hub: HubServer, folder: Path) -> None:
@@ -654,6 +667,15 @@ def test_disk_that_fills_up(hub: HubServer, folder: Path, monkeypatch: pytest.Mo
     assert ranges(hub)[-1] == "bytes=300000-"
 
 
+def test_disk_that_takes_little_at_a_time(
+    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda file, data: write(file, data[:1000]))
+        assert get(hub, folder).read_bytes() == DATA
+
+
 def test_disk_that_fails_at_the_last_moment(
     hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -724,6 +746,16 @@ def test_link_names_that_are_none(hub: HubServer, folder: Path, link: str) -> No
     assert not hub.seen
 
 
+def test_nothing_of_the_hub_library_is_imported_before_it_is_needed() -> None:
+    code = (
+        "import sys, ds4flow.hub; print({'huggingface_hub', 'httpx2', 'filelock'} & {*sys.modules})"
+    )
+    command = [sys.executable, "-c", code]
+    root = Path(__file__).parent.parent
+    said = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    assert said == "set()\n"
+
+
 # --- two at once, and anything at all
 
 
@@ -755,7 +787,7 @@ def test_second_process_waits_and_finds_it(hub: HubServer, folder: Path) -> None
             assert first.communicate(timeout=20)[0] == f"done {len(DATA)}\n"
     assert (first.returncode, second.returncode) == (0, 0)
     assert (folder / NAME).read_bytes() == DATA
-    assert len(hub.bodies()) == 1
+    assert [seen.server for seen in hub.seen] == ["hub", "hub", "store"]  # the first one's
 
 
 def test_process_that_was_killed_leaves_no_lock(hub: HubServer, folder: Path) -> None:
