@@ -148,6 +148,8 @@ class Header:
 
     def _read_magic(self) -> None:
         start = bytes(self._data[:64])
+        if len(start) < len(MAGIC) and MAGIC.startswith(start):
+            self._ends_early("the magic", len(MAGIC))
         if start[:4] != MAGIC:
             known = what_it_is(start)
             if known:

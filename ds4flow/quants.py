@@ -121,7 +121,8 @@ def dequantize(data: torch.Tensor, type_name: str, shape: Sequence[int]) -> torc
 def _by_gguf(data: torch.Tensor, type_name: str) -> torch.Tensor:
     """Types outside the published V4 files: the reference decoder itself, in numpy."""
     blocks = np.ascontiguousarray(data.cpu().numpy())
-    values = gguf.quants.dequantize(blocks, GGMLQuantizationType[type_name])
+    with np.errstate(all="ignore"):  # NaN from a damaged scale is reported where it is used
+        values = gguf.quants.dequantize(blocks, GGMLQuantizationType[type_name])
     return torch.from_numpy(values).to(data.device)
 
 

@@ -111,8 +111,8 @@ def check_trunk(file: GgufFile, config: ModelConfig) -> None:
     nextn = {n for n in numbers if f"blk.{n}.nextn.eh_proj.weight" in file.tensors}
     if numbers and numbers == nextn:
         raise ModelFileError(
-            f"{file.path} is an MTP sidecar (its only block, blk.{min(nextn)}, has nextn tensors), not "
-            "a main model",
+            f"{file.path} is an MTP sidecar (its only block, blk.{min(nextn)}, has nextn tensors), "
+            "not a main model",
             "give it as the MTP file and the main model as the model",
         )
     covered = len(numbers - nextn)
