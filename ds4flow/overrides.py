@@ -1,6 +1,6 @@
 """What was typed, as Hydra overrides: texts taken literally, flags and variables merged in.
 
-Precedence is the environment over the command line; what lost and where each value came from is kept.
+The environment wins over the command line; what lost and where each value came from is kept.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Overrides(NamedTuple):
 def quoted(text: str) -> str:
     """`text` as a quoted value of Hydra's grammar that arrives unchanged.
 
-    Backslashes matter there only before a quote, and before `${`, which OmegaConf would interpolate.
+    Backslashes matter there only before a quote, and before `${`, which would be interpolated.
     """
     text = re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + "\\${", text)
     text = re.sub(r"(\\*)'", lambda m: m[1] * 2 + "\\'", text)
@@ -48,8 +48,8 @@ def quoted(text: str) -> str:
 def literal(word: str, *, multirun: bool = False) -> str:
     """Quote the value of a free-text key; leave every other override as it was typed.
 
-    `null` stays null where the key allows it, and with `multirun` a text sweeps by `choice(a,b)` only.
-    A key that takes several texts accepts a list or one literal text.
+    `null` stays null where the key allows it, and with `multirun` a text sweeps by `choice(a,b)`
+    only. A key that takes several texts accepts a list or one literal text.
     """
     head, equal, value = word.partition("=")
     key = KEYS.get(head.lstrip("+"))

@@ -1,6 +1,6 @@
 """The typed shape of every config group: names, types, ranges and choices.
 
-Defaults are not here but in conf/, once. What passes `check` is what the stages may rely on.
+Defaults are not here but in conf/, once.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, fields
 from types import UnionType
 from typing import Any, NamedTuple
 
-from omegaconf import MISSING, DictConfig, OmegaConf
-
-from ds4flow.errors import UsageError, near_match
+from omegaconf import MISSING, OmegaConf
 
 PROFILES = ("official", "plain")
 CHATS = ("auto", "raw", "nothink", "think", "think-max")
 KERNELS = ("auto", "reference", "cpu")
+
+ROLES = ("setup", "cycle", "observe")
+"""The lists of stages in the group `pipeline`."""
 
 
 class Limits(NamedTuple):
@@ -144,6 +145,7 @@ class Load(StageGroup):
     kernels: str = knob(link="runtime.kernels")
     threads: int = knob(link="runtime.threads")
     no_gpu: bool = knob(link="runtime.no_gpu")
+    uses_mtp: bool = knob(link="draft.uses_mtp")
     draft: int = knob(link="mtp.draft")
     chunk: int = knob(link="runtime.chunk")
     context: int | None = knob(link="runtime.context")
@@ -156,16 +158,20 @@ class Prefill(StageGroup):
     """The prompt through the target."""
 
     chunk: int = knob(link="runtime.chunk")
+    ignore_eos: bool = knob(link="commit.ignore_eos")
     progress_after: float = knob(low=0.0)
 
 
 @dataclass
 class Draft(StageGroup):
-    """Proposing tokens."""
+    """Proposing tokens; `uses_mtp` says whether this drafter needs the model's MTP block."""
 
+    uses_mtp: bool = knob()
     depth: int = knob(link="mtp.draft")
     gate: float = knob(link="mtp.gate")
     keep_accepted: bool = knob(link="mtp.keep_accepted")
+    max_tokens: int = knob(link="commit.max_tokens")
+    ignore_eos: bool = knob(link="commit.ignore_eos")
 
 
 @dataclass
@@ -269,46 +275,3 @@ def root_node() -> dict[str, Any]:
     """
     node: dict[str, Any] = {group: OmegaConf.structured(cls) for group, cls in GROUPS.items()}
     return dict(OmegaConf.structured(Root)._content) | node  # typed leaves, not their values
-
-
-def check(config: DictConfig) -> None:
-    """Raise UsageError for a value out of its limits or missing; types were checked by the merge."""
-    for key in KEYS.values():
-        if "." in key.name and key.name.split(".")[0] not in config:
-            continue
-        if OmegaConf.is_missing(*_parent(config, key.name)):
-            raise UsageError(f"{key.name} has no value", f"type {key.name}=VALUE")
-        link = key.limits.link
-        if link and not OmegaConf.is_interpolation(*_parent(config, key.name)):
-            raise UsageError(f"{key.name} follows {link}", f"set {link} instead")
-        value = OmegaConf.select(config, key.name)
-        problem = "" if value is None else _problem(key, value)
-        if problem:
-            raise UsageError(f"{key.name}={value} {problem}", _advice(key, value))
-
-
-def _parent(config: DictConfig, name: str) -> tuple[Any, str]:
-    group, _, leaf = name.rpartition(".")
-    return (config[group] if group else config), leaf
-
-
-def _problem(key: Key, value: Any) -> str:
-    low, high, open_low, choices, *_ = key.limits
-    if choices and value not in choices:
-        return "is not one of its choices"
-    if low is not None and not (value > low if open_low else value >= low):
-        return "is too small" if value == value else "is not a number"
-    if high is not None and not value <= high:
-        return "is too large"
-    return ""
-
-
-def _advice(key: Key, value: Any) -> str:
-    low, high, open_low, choices, hint, _ = key.limits
-    if hint:
-        return hint
-    if choices:
-        return f"use one of {', '.join(choices)} {near_match(str(value), choices)}".rstrip()
-    if high is None:
-        return f"use a value of {low:g} or more"
-    return f"use a value from {'above ' if open_low else ''}{low:g} to {high:g}"

@@ -1,0 +1,208 @@
+"""The `ds4flow` command: click owns the flags, Hydra owns `key=value`.
+
+Starting is fast: nothing heavy is imported before it is known what to do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from ds4flow import __version__, completion
+from ds4flow.errors import Ds4FlowError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from ds4flow.overrides import Flag
+
+
+class FlagKey(NamedTuple):
+    """A flag, the key it sets, and the value of a flag that takes none."""
+
+    names: tuple[str, ...]
+    key: str
+    metavar: str
+    help: str
+    value: str | None = None
+
+    @property
+    def parameter(self) -> str:
+        """The name of the click parameter."""
+        return self.names[-1].lstrip("-").replace("-", "_")
+
+
+FLAGS = (
+    FlagKey(("-p", "--prompt"), "prompt", "TEXT", "Text to continue, taken literally."),
+    FlagKey(("--prompt-file",), "prompt_file", "FILE", "Read the prompt from a UTF-8 file."),
+    FlagKey(("--model",), "model.path", "FILE", "Main GGUF file; selects model=file."),
+    FlagKey(("--mtp",), "model.mtp_path", "FILE", "GGUF file with the MTP block."),
+    FlagKey(("-n", "--max-tokens"), "commit.max_tokens", "N", "Tokens to generate at most."),
+    FlagKey(("--ctx",), "runtime.context", "N", "Context in tokens, prompt included."),
+    FlagKey(("--temp",), "sampling.temperature", "F", "Sampling temperature; 0 is greedy."),
+    FlagKey(("--nothink",), "model.chat", "", "Chat prompt without thinking.", "nothink"),
+    FlagKey(("--mtp-draft",), "mtp.draft", "N", "Drafts per cycle, 0 to 16."),
+    FlagKey(("--mtp-margin",), "mtp.margin", "F", "Acceptance ratio in (0, 1]; 1 is exact."),
+    FlagKey(("--mtp-gate",), "mtp.gate", "F", "Stop drafting below this logit gap."),
+    FlagKey(("--mtp-strict",), "mtp.strict", "", "Exact, whatever the margin.", "true"),
+    FlagKey(("--mtp-probe",), "mtp.probe", "", "Count draft hits, never use drafts.", "true"),
+    FlagKey(("--mtp-timing",), "mtp.timing", "", "Counters and times at the end.", "true"),
+    FlagKey(("--mtp-spec-log",), "mtp.spec_log", "", "One line per cycle.", "true"),
+    FlagKey(("--mtp-conf-log",), "mtp.conf_log", "", "One line per draft.", "true"),
+)
+
+
+class _Reporting(click.Group):
+    """Shows a Ds4FlowError of any command as two lines, and exits with its code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Ds4FlowError as error:
+            for line in filter(None, (f"error: {error.what}", error.fix and f"  {error.fix}")):
+                click.echo(line.replace("\n", "\\n"), err=True)
+            sys.exit(error.exit_code)
+
+
+@click.group(cls=_Reporting, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="ds4flow")
+def main() -> None:
+    """Exact speculative decoding for DeepSeek-V4 GGUF models."""
+
+
+def _flag_options(command: Callable[..., None]) -> Callable[..., None]:
+    for flag in reversed(FLAGS):
+        if flag.value is None:
+            option = click.option(
+                *flag.names, flag.parameter, metavar=flag.metavar, help=f"{flag.help} [{flag.key}]"
+            )
+        else:
+            option = click.option(
+                *flag.names, flag.parameter, is_flag=True, help=f"{flag.help} [{flag.key}]"
+            )
+        command = option(command)
+    return command
+
+
+@main.command(
+    epilog="Texts are taken literally: prompt='def f(x): return {x}'. A DS4_* variable overrides "
+    "the command line."
+)
+@click.argument(
+    "overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=completion.complete_override
+)
+@_flag_options
+@click.option(
+    "-m",
+    "short_m",
+    is_flag=False,
+    flag_value="",
+    metavar="FILE|KEY=V1,V2",
+    help="Before a word with '=', or alone: --multirun. Before a file: --model.",
+)
+@click.option("--multirun", is_flag=True, help="Sweep over the values of KEY=V1,V2.")
+@click.option("--cfg", type=click.Choice(["job", "hydra", "all"]), help="Print the config only.")
+@click.option("--resolve", is_flag=True, help="With --cfg: resolve interpolations.")
+@click.option("--package", metavar="KEY", help="With --cfg: print this part only.")
+@click.option(
+    "--info",
+    type=click.Choice(["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]),
+    help="Print how the config is made up.",
+)
+@click.option("--config-dir", metavar="DIR", help="A folder with more YAML, searched as well.")
+def run(overrides: tuple[str, ...], short_m: str | None, **options: Any) -> None:
+    """Generate text, in a run directory of its own.
+
+    KEY=VALUE changes any key of the config and GROUP=OPTION any group; --cfg job shows them.
+    """
+    words = list(overrides)
+    multirun = bool(options["multirun"])
+    if short_m is not None:
+        if short_m and "=" not in short_m:
+            options["model"] = short_m
+        else:
+            multirun = True
+            words = ([short_m] if short_m else []) + words
+    multirun = multirun or any(word.lower() == "hydra.mode=multirun" for word in words)
+
+    from ds4flow import env
+    from ds4flow.config import validate
+    from ds4flow.overrides import assemble
+
+    words, notices = assemble(words, _flags(options, words), env.read(), multirun=multirun)
+    words, first = validate(words, config_dir=options["config_dir"], multirun=multirun)
+    for notice in notices:
+        click.echo(notice, err=True)
+    showing = _showing(options)
+    if not showing:
+        words = _with_directory(words, first, multirun=multirun)
+    arguments = showing or (["--multirun"] if multirun else [])
+    if options["config_dir"]:
+        arguments += ["--config-dir", options["config_dir"]]
+    _hand_over([*arguments, *words])
+
+
+def _flags(options: dict[str, Any], words: Sequence[str]) -> list[Flag]:
+    from ds4flow.overrides import Flag, key_of
+
+    given = [flag for flag in FLAGS if options[flag.parameter] not in (None, False)]
+    flags = [
+        Flag(flag.names[-1], flag.key, flag.value or str(options[flag.parameter])) for flag in given
+    ]
+    if options["model"] and not any(key_of(word) == "model" for word in words):
+        flags.insert(0, Flag("--model", "model", "file"))
+    return flags
+
+
+def _showing(options: dict[str, Any]) -> list[str]:
+    """Hydra's own flags, when the config is only to be shown."""
+    shown = [
+        word for name in ("cfg", "info") if options[name] for word in (f"--{name}", options[name])
+    ]
+    if not shown and (options["resolve"] or options["package"]):
+        raise click.UsageError("--resolve and --package go with --cfg")
+    if options["resolve"]:
+        shown.append("--resolve")
+    if options["package"]:
+        shown += ["--package", options["package"]]
+    return shown
+
+
+def _with_directory(words: Sequence[str], first: DictConfig, *, multirun: bool) -> list[str]:
+    """Make the run's directory, and give Hydra its path."""
+    from omegaconf import OmegaConf
+
+    from ds4flow import rundir
+    from ds4flow.explain import explained
+    from ds4flow.overrides import key_of, quoted
+
+    key = "hydra.sweep.dir" if multirun else "hydra.run.dir"
+    with explained():
+        template = str(OmegaConf.select(first, key))
+    path = rundir.allocate(template)
+    return [word for word in words if key_of(word) != key] + [f"{key}={quoted(str(path))}"]
+
+
+def _hand_over(arguments: list[str]) -> None:
+    """Call Hydra's entry point, which reads `sys.argv`."""
+    from ds4flow.execute import job
+
+    before = sys.argv
+    sys.argv = ["ds4flow", *arguments]
+    try:
+        job()
+    finally:
+        sys.argv = before
+
+
+@main.command("completion")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def print_completion(shell: str) -> None:
+    """Print the script that makes SHELL complete ds4flow's words.
+
+    bash: eval "$(ds4flow completion bash)" in ~/.bashrc; zsh likewise; fish: pipe it into source.
+    """
+    click.echo(completion.script(shell, main))

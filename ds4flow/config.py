@@ -1,0 +1,128 @@
+"""Composing and checking a run's config, from Python and from the command line.
+
+Every mistake that a user can make in a config is a UsageError of two lines, Hydra's own included.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Transformer, ValueType
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from ds4flow import schema
+from ds4flow.checks import check
+from ds4flow.errors import UsageError
+from ds4flow.explain import explained
+from ds4flow.overrides import key_of, quoted
+
+CONF = "ds4flow.conf"
+
+ConfigStore.instance().store(name="schema", node=schema.root_node(), provider="ds4flow")
+
+
+def compose(
+    overrides: Sequence[str] = (), *, config_dir: str | Path | None = None, hydra: bool = False
+) -> DictConfig:
+    """Compose and check the config of one run.
+
+    `overrides` are Hydra's, as `ds4flow.overrides.literal` makes them; `config_dir` is searched
+    beside the shipped YAML. With `hydra` the result keeps Hydra's own node. Raises UsageError.
+    """
+    with _initialized(), explained():
+        full = _compose(overrides, config_dir)
+        config = full.copy()
+        with open_dict(config):
+            del config["hydra"]
+        check(config)
+        OmegaConf.to_container(config, resolve=True)  # an interpolation to nowhere fails here
+    return full if hydra else config
+
+
+def validate(
+    overrides: Sequence[str], *, config_dir: str | Path | None = None, multirun: bool = False
+) -> tuple[list[str], DictConfig]:
+    """Check every value of a command line before anything runs.
+
+    Returns the overrides with the groups of further stages added, and the config of the first job.
+    Of a sweep, each value is checked once, with the others at their first.
+    """
+    with _initialized(), explained():
+        points = list(_points(overrides, multirun=multirun))
+        added = [f"+{name}=default" for name in _missing_groups(points, config_dir)]
+    first = compose([*points[0], *added], config_dir=config_dir, hydra=True)
+    for point in points[1:]:
+        compose([*point, *added], config_dir=config_dir)
+    return [*overrides, *added], first
+
+
+@contextmanager
+def _initialized() -> Iterator[None]:
+    with initialize_config_module(CONF, version_base="1.3"):
+        yield
+
+
+def _compose(overrides: Sequence[str], config_dir: str | Path | None) -> DictConfig:
+    return hydra_compose(
+        "config",
+        overrides=[*overrides, *_search_path(overrides, config_dir)],
+        return_hydra_config=True,
+    )
+
+
+def _search_path(overrides: Sequence[str], config_dir: str | Path | None) -> list[str]:
+    if config_dir is None:
+        return []
+    folder = Path(config_dir).resolve()
+    if not folder.is_dir():
+        raise UsageError(f"--config-dir {config_dir} is not a folder", "give a folder with YAML")
+    paths = [f"file://{folder}"]
+    for word in overrides:
+        if key_of(word) == "hydra.searchpath":
+            own = OverridesParser.create().parse_override(word).value()
+            paths += [str(path) for path in own] if isinstance(own, list) else [str(own)]
+    return [f"hydra.searchpath=[{','.join(quoted(path) for path in paths)}]"]
+
+
+def _points(overrides: Sequence[str], *, multirun: bool) -> Iterator[list[str]]:
+    """The overrides without sweeps: all at their first values, then every other value once."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    choices = [_choices(one) if multirun else [str(one.input_line)] for one in parsed]
+    first = [words[:1] for words in choices]
+    yield [word for words in first for word in words]
+    for index, words in enumerate(choices):
+        for other in words[1:]:
+            changed = [*first[:index], [other], *first[index + 1 :]]
+            yield [word for words in changed for word in words]
+
+
+def _choices(override: Override) -> list[str]:
+    """What a sweep over one key tries; nothing where only the sweeper or the file system knows."""
+    if not override.is_sweep_override():
+        return [str(override.input_line)]
+    if not override.is_discrete_sweep() or override.value_type is ValueType.GLOB_CHOICE_SWEEP:
+        return []
+    values = override.sweep_iterator(transformer=Transformer.encode)
+    return [f"{override.get_key_element()}={value}" for value in values]
+
+
+def _missing_groups(points: Sequence[Sequence[str]], config_dir: str | Path | None) -> list[str]:
+    """Stages that a pipeline names and that have a group, but no place in the config yet.
+
+    So a new stage needs one name in a pipeline YAML, and no second one in a defaults list.
+    """
+    names: dict[str, None] = {}
+    for point in points:
+        choosing = [w for w in point if re.match(r"(pipeline|experiment)\b", key_of(w))]
+        if choosing or config_dir is not None:
+            config = _compose(choosing, config_dir)
+            named = [name for role in schema.ROLES for name in config.pipeline[role]]
+            names |= dict.fromkeys(name for name in named if name not in config)
+    return [name for name in names if not any(key_of(w) == name for w in points[0])]

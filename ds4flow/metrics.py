@@ -1,0 +1,145 @@
+"""Counting speculation, by one definition each; the definitions travel with the numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+DEFINITIONS = {
+    "cycles": "verify passes, those without drafts included",
+    "num_spec_steps": "verify passes with at least one draft",
+    "num_draft_tokens": "drafts that were verified",
+    "num_accepted_draft_tokens": "drafts that were committed; the certain token t0 is not a draft",
+    "draft_acceptance_rate": "num_accepted_draft_tokens / num_draft_tokens",
+    "mean_acceptance_length": "output tokens / cycles, so t0 is included",
+    "acceptance_histogram": "cycles by accepted drafts; sum((k + 1) * count) is the output length",
+    "accepted_per_position": "of the drafts verified at depth 1, 2, ..: share that was committed",
+    "relaxed_accepts": "committed drafts that were not the target's most likely token",
+}
+
+DEAD_AFTER = 64
+"""Drafts after which a run without a single accepted one is called draft_dead."""
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+@dataclass
+class Counts:
+    """Counts over the cycles of one run; every number of the summary derives from these."""
+
+    cycles: int = 0
+    output: int = 0
+    relaxed: int = 0
+    histogram: Counter[int] = field(default_factory=Counter)
+    verified_at: Counter[int] = field(default_factory=Counter)  # by depth, from 1
+    accepted_at: Counter[int] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    def add(self, *, drafted: int, committed: int, relaxed: int, draft_end: str) -> None:
+        """Count one cycle: drafts verified, tokens committed, and why drafting ended."""
+        self.cycles += 1
+        self.output += committed
+        self.relaxed += relaxed
+        accepted = max(0, committed - 1)
+        self.histogram[accepted] += 1
+        self.verified_at.update(range(1, drafted + 1))
+        self.accepted_at.update(range(1, accepted + 1))
+        if not drafted:
+            self.skipped[draft_end] += 1
+
+    @property
+    def drafted(self) -> int:
+        """Drafts verified."""
+        return self.verified_at.total()
+
+    @property
+    def accepted(self) -> int:
+        """Drafts committed."""
+        return self.accepted_at.total()
+
+    def summary(self) -> dict[str, Any]:
+        """The counts under the names of vLLM's per-request block and of llama.cpp."""
+        depths = range(1, max(self.verified_at, default=0) + 1)
+        with_draft = self.cycles - self.skipped.total()
+        return {
+            "cycles": self.cycles,
+            "cycles_with_draft": with_draft,
+            "skipped": dict(self.skipped),
+            "num_spec_steps": with_draft,
+            "num_draft_tokens": self.drafted,
+            "num_accepted_draft_tokens": self.accepted,
+            "draft_acceptance_rate": _ratio(self.accepted, self.drafted),
+            "mean_acceptance_length": _ratio(self.output, self.cycles),
+            "accepted_per_cycle": _ratio(self.accepted, self.cycles),
+            "acceptance_histogram": [
+                self.histogram[k] for k in range(max(self.histogram, default=-1) + 1)
+            ],
+            "accepted_per_position": [
+                _ratio(self.accepted_at[k], self.verified_at[k]) for k in depths
+            ],
+            "draft_n": self.drafted,
+            "draft_n_accepted": self.accepted,
+            "relaxed_accepts": self.relaxed,
+            "draft_dead": self.drafted >= DEAD_AFTER and not self.accepted,
+        }
+
+    def warnings(self) -> list[str]:
+        """What a reader of the numbers must know before believing them."""
+        summary = self.summary()
+        found = []
+        if summary["draft_dead"]:
+            found.append(
+                f"none of {self.drafted} drafts was accepted: the drafter does not fit the target"
+            )
+        if self.accepted and summary["cycles_with_draft"] < 0.2 * self.cycles:
+            found.append(
+                f"only {summary['cycles_with_draft']} of {self.cycles} cycles had a draft; the "
+                "acceptance rate speaks for those alone"
+            )
+        return found
+
+
+@dataclass
+class Probe:
+    """Hits of drafts that are never used: each waits until its positions are committed."""
+
+    waiting: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    drafted: int = 0
+    hits_at: Counter[int] = field(default_factory=Counter)
+    seen_at: Counter[int] = field(default_factory=Counter)
+
+    def add(self, position: int, drafts: Sequence[int]) -> None:
+        """Remember drafts for the positions from `position` on."""
+        if drafts:
+            self.drafted += len(drafts)
+            self.waiting.append((position, tuple(drafts)))
+
+    def settle(self, tokens: Sequence[int]) -> None:
+        """Count what the committed `tokens` decide; a hit needs all drafts before it to be hits."""
+        undecided = []
+        for position, drafts in self.waiting:
+            if position + len(drafts) > len(tokens):
+                undecided.append((position, drafts))
+                continue
+            self.seen_at.update(range(1, len(drafts) + 1))
+            for depth, draft in enumerate(drafts, 1):
+                if draft != tokens[position + depth - 1]:
+                    break
+                self.hits_at[depth] += 1
+        self.waiting = undecided
+
+    def summary(self) -> dict[str, Any]:
+        """Drafts made, decided and hit; hits by depth."""
+        return {
+            "drafted": self.drafted,
+            "decided": self.seen_at.total(),
+            "hits": self.hits_at.total(),
+            "hit_rate": _ratio(self.hits_at.total(), self.seen_at.total()),
+            "hits_per_position": [
+                _ratio(self.hits_at[k], self.seen_at[k]) for k in sorted(self.seen_at)
+            ],
+        }

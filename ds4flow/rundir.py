@@ -1,0 +1,189 @@
+"""Run directories: numbered, never reused, and readable up to the moment a run stopped.
+
+`mkdir` is the lock; files appear whole or not at all, and so do appended lines, also when the disk
+is full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from ds4flow.errors import Ds4FlowError, UsageError
+
+Status = Literal["running", "complete", "failed", "interrupted"]
+
+NUMBER = "NNNN"
+"""The last part of a run directory's template that stands for the next free number."""
+
+_RECORD = "run.json"
+_RESERVE = ".reserve"
+_RESERVE_BYTES = 64 * 1024
+
+
+def allocate(template: str | Path) -> Path:
+    """Make the directory that `template` names and return it; `NNNN` becomes the next free number.
+
+    Raises UsageError when a directory named outright exists and is not empty, Ds4FlowError when it
+    cannot be made. Processes that start at once get different numbers.
+    """
+    path = Path(template)
+    try:
+        if path.name == NUMBER:
+            return _next_number(path.parent)
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            raise UsageError(
+                f"the run directory {path} exists and is not empty",
+                "give a new directory as hydra.run.dir, or leave it out for the next free number",
+            )
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    return path
+
+
+def _next_number(parent: Path) -> Path:
+    parent.mkdir(parents=True, exist_ok=True)
+    number = max((int(p.name) for p in parent.iterdir() if p.name.isdecimal()), default=0) + 1
+    while True:
+        path = parent / f"{number:04d}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            number += 1
+            continue
+        _link_latest(parent, path.name)
+        return path
+
+
+def _link_latest(parent: Path, name: str) -> None:
+    fresh = parent / f".latest-{os.getpid()}-{name}"
+    # A file system without links loses a convenience only.
+    with contextlib.suppress(OSError, NotImplementedError):
+        fresh.symlink_to(name)
+        fresh.replace(parent / "latest")
+
+
+def _unwritable(path: Path, error: OSError) -> Ds4FlowError:
+    return Ds4FlowError(
+        f"cannot write {path}: {error.strerror or error}",
+        "make room or choose another place with hydra.run.dir=DIR; what was written so far is kept",
+    )
+
+
+class RunDir:
+    """The directory of one run. Every method that writes raises Ds4FlowError when it cannot.
+
+    `facts` is the content of run.json. A small reserve file is given up when the run ends, so that
+    its end can be recorded on a full disk.
+    """
+
+    def __init__(self, path: Path, facts: dict[str, Any]) -> None:
+        self.path = path
+        self.facts = facts
+        self._files: dict[str, int] = {}
+        self._started = time.monotonic()
+
+    @classmethod
+    def create(cls, path: str | Path, facts: Mapping[str, Any] | None = None) -> RunDir:
+        """Claim `path` for a new run and write run.json with status `running`.
+
+        Raises UsageError when the directory holds a run already.
+        """
+        run = cls(Path(path), {})
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+            (run.path / _RECORD).open("x").close()
+            (run.path / _RESERVE).write_bytes(os.urandom(_RESERVE_BYTES))
+        except FileExistsError:
+            raise UsageError(
+                f"{run.path} already holds a run", "choose another hydra.run.dir"
+            ) from None
+        except OSError as error:
+            raise _unwritable(run.path, error) from None
+        run.record(
+            status="running",
+            started=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            **(facts or {}),
+        )
+        return run
+
+    def record(self, **facts: Any) -> None:
+        """Add facts to run.json."""
+        self.facts.update(facts)
+        self.write_json(_RECORD, self.facts)
+
+    def finish(self, status: Status, error: str | None = None) -> None:
+        """Record how the run ended, and close its files. Only the first call counts."""
+        if self.facts.get("status") != "running":
+            return
+        self.release_reserve()
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+        ended = datetime.now(UTC).isoformat(timespec="milliseconds")
+        seconds = round(time.monotonic() - self._started, 3)
+        self.record(status=status, ended=ended, seconds=seconds, error=error)
+
+    def release_reserve(self) -> None:
+        """Give up the reserve, so that the last files of a run fit on a full disk."""
+        (self.path / _RESERVE).unlink(missing_ok=True)
+
+    def write(self, name: str, data: str | bytes) -> None:
+        """Write a whole file: readers see the old one or the new one, never a part."""
+        path = self.path / name
+        fresh = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with fresh.open("wb") as file:
+                file.write(_encoded(data))
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.replace(path)
+        except OSError as error:
+            fresh.unlink(missing_ok=True)
+            raise _unwritable(path, error) from None
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write `value` as indented JSON."""
+        self.write(name, json.dumps(value, indent=1) + "\n")
+
+    def append(self, name: str, data: str | bytes) -> None:
+        """Append to a file, whole or not at all; what was appended survives a killed process."""
+        path = self.path / name
+        try:
+            if name not in self._files:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
+                self._files[name] = os.open(path, flags, 0o644)
+            descriptor = self._files[name]
+            before = os.fstat(descriptor).st_size
+            try:
+                _write_all(descriptor, _encoded(data))
+            except OSError:
+                os.ftruncate(descriptor, before)
+                raise
+        except OSError as error:
+            raise _unwritable(path, error) from None
+
+    def append_json(self, name: str, value: Any) -> None:
+        """Append `value` as one line of JSON."""
+        self.append(name, json.dumps(value, separators=(",", ":")) + "\n")
+
+
+def _encoded(data: str | bytes) -> bytes:
+    return data if isinstance(data, bytes) else data.encode()
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]

@@ -1,0 +1,91 @@
+"""From a checked config to what runs: the stages of its pipeline, and its prompt."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from ds4flow.errors import Ds4FlowError, UsageError, near_match
+from ds4flow.pipeline import Pipeline, Stage
+from ds4flow.schema import ROLES
+
+
+def build_pipeline(config: DictConfig) -> Pipeline:
+    """Make the stages that `config.pipeline` names, each once, and wire them; UsageError."""
+    roles = {role: list(config.pipeline[role]) for role in ROLES}
+    names = dict.fromkeys(name for role in ROLES for name in roles[role])
+    return Pipeline({name: _build_stage(name, config) for name in names}, **roles)
+
+
+def _build_stage(name: str, config: DictConfig) -> Stage:
+    values = _group(name, config)
+    target = values.pop("_target_", None)
+    if not isinstance(target, str):
+        raise UsageError(f"the group {name} has no _target_", "name its class, as module.Class")
+    cls = _stage_class(name, target)
+    keys = [item.name for item in fields(cls) if item.init]
+    for key in values:
+        if key not in keys:
+            raise UsageError(
+                f"{name}.{key} is not a key of {target}",
+                near_match(key, keys) or f"it has {', '.join(keys) or 'no keys'}",
+            )
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise UsageError(f"stage {name}: {error}", f"complete the YAML of {name}") from None
+
+
+def _group(name: str, config: DictConfig) -> dict[str, Any]:
+    node = config.get(name)
+    if not OmegaConf.is_dict(node):
+        groups = [str(key) for key in config if OmegaConf.is_dict(config.get(key))]
+        raise UsageError(
+            f"the pipeline names the stage {name!r}, which has no config group",
+            near_match(name, groups) or f"add a file {name}/default.yaml",
+        )
+    values = OmegaConf.to_container(node, resolve=True)
+    return {str(key): value for key, value in dict(values).items()}  # type: ignore[arg-type]
+
+
+def _stage_class(name: str, target: str) -> type[Stage]:
+    module, _, cls_name = target.rpartition(".")
+    try:
+        cls = getattr(importlib.import_module(module), cls_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"stage {name}: cannot import {target} ({error})",
+            "correct its _target_, or put its folder on PYTHONPATH",
+        ) from error
+    if not (isinstance(cls, type) and issubclass(cls, Stage)):
+        raise UsageError(f"stage {name}: {target} is not a Stage", "derive it from Stage")
+    return cls
+
+
+def read_prompt(config: DictConfig) -> str:
+    """The text to continue: `prompt`, or the content of `prompt_file`. Never empty."""
+    text = str(config.prompt)
+    if config.prompt_file is not None:
+        try:
+            text = Path(config.prompt_file).read_bytes().decode()
+        except OSError as error:
+            raise Ds4FlowError(
+                f"prompt_file={config.prompt_file} cannot be read: {error.strerror}",
+                "check the path",
+            ) from None
+        except UnicodeDecodeError as error:
+            raise Ds4FlowError(
+                f"prompt_file={config.prompt_file} is not UTF-8 text: byte {error.start}",
+                "save it as UTF-8",
+            ) from None
+    if not text:
+        raise Ds4FlowError("the prompt is empty", "give one with -p TEXT or prompt_file=FILE")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise Ds4FlowError("the prompt is not valid UTF-8", "give the text as UTF-8") from None
+    return text

@@ -1,0 +1,105 @@
+"""Finding the model files: what passes here is present, well-formed and has its checksum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ds4flow.errors import Ds4FlowError, ModelFileError, UsageError
+from ds4flow.gguf import GgufFile
+from ds4flow.model.weights import find_mtp_layout
+from ds4flow.pipeline import Files, Stage, State
+
+_PACKAGE = "pkg://"
+_HASHED_BELOW = 1 << 30  # larger files are hashed only when a checksum was given
+
+
+@dataclass
+class LocalFiles(Stage):
+    """Opens files that are on this machine.
+
+    A file is a path, a file of this package (`pkg://PACKAGE/NAME`), or a file of the hub repository
+    that lies in `folder` already. The MTP block may be a file of its own or a part of the main
+    file. Only headers are read, except to compare a SHA-256.
+    """
+
+    path: str | None
+    mtp_path: str | None
+    sha256: str | None
+    mtp_sha256: str | None
+    repo: str | None
+    file: str | None
+    mtp_file: str | None
+    folder: str
+
+    writes = ("files",)
+
+    def run(self, state: State) -> None:
+        """Set `files`, and record what they are."""
+        main = _checked(self._main_path(), self.sha256, "model.sha256")
+        mtp = None
+        mtp_path = self._mtp_path()
+        if mtp_path is not None:
+            mtp = _checked(mtp_path, self.mtp_sha256, "model.mtp_sha256")
+        elif find_mtp_layout(main) is not None:
+            mtp = main
+        state.files = Files(main, mtp)
+        state.run.record(files={"main": _facts(main), "mtp": mtp and _facts(mtp)})
+
+    def _main_path(self) -> Path:
+        if self.path is not None:
+            return _resolved(self.path)
+        if self.repo is None or self.file is None:
+            raise UsageError(
+                "model.path is not set, so there is no model to load",
+                "type model.path=FILE.gguf or -m FILE.gguf, or use model=demo",
+            )
+        path = Path(self.folder) / self.file
+        if not path.exists():
+            raise ModelFileError(
+                f"{path} is not on this machine",
+                f"get {self.file} from the hub repository {self.repo} into {self.folder}/, "
+                "or type model.path=FILE.gguf",
+            )
+        return path
+
+    def _mtp_path(self) -> Path | None:
+        if self.mtp_path is not None:
+            return _resolved(self.mtp_path)
+        # Beside a file of the user's own, nobody said that the hub's MTP file belongs to it.
+        if self.path is not None or self.mtp_file is None:
+            return None
+        path = Path(self.folder) / self.mtp_file
+        return path if path.exists() else None
+
+
+def _resolved(path: str) -> Path:
+    if not path.startswith(_PACKAGE):
+        return Path(path)
+    package, _, name = path.removeprefix(_PACKAGE).partition("/")
+    try:
+        return Path(str(resources.files(package) / name))
+    except ModuleNotFoundError:
+        raise UsageError(f"{path}: there is no package {package}", "check model.path") from None
+
+
+def _checked(path: Path, sha256: str | None, key: str) -> GgufFile:
+    file = GgufFile.open(path)
+    if sha256 is not None and file.sha256() != sha256.lower():
+        raise Ds4FlowError(
+            f"{file.path} has the SHA-256 {file.sha256()}, but {key} is {sha256}",
+            f"get the file again, or correct {key}",
+        )
+    return file
+
+
+def _facts(file: GgufFile) -> dict[str, Any]:
+    return {
+        "path": str(file.path.resolve()),
+        "bytes": file.size,
+        "shards": len(file.shards),
+        "modified": file.path.stat().st_mtime,
+        "sha256": file.sha256() if file.size < _HASHED_BELOW else None,
+    }

@@ -1,0 +1,130 @@
+"""Proposing tokens for the target to verify; a proposal never changes the text, only its speed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ds4flow.pipeline import Stage, State
+from ds4flow.speculate import Draft, argmax, top_gap
+
+
+@dataclass
+class NoDrafter(Stage):
+    """Never drafts: plain greedy decoding. Also what the other drafters have in common.
+
+    A cycle commits one token more than it accepts drafts, so `depth` is clamped to what is left of
+    `max_tokens` and of the context, less one.
+    """
+
+    uses_mtp: bool
+    depth: int
+    gate: float
+    keep_accepted: bool
+    max_tokens: int
+    ignore_eos: bool
+
+    reads = ("model", "tokenizer", "cache", "tokens", "next_token", "hidden")
+    writes = ("drafts", "draft_logits", "draft_end")
+
+    def run(self, state: State) -> None:
+        """Set no drafts."""
+        self.propose(state, 0)
+
+    def propose(self, state: State, depth: int) -> None:
+        """Set `drafts`, `draft_logits` and `draft_end` for up to `depth` drafts."""
+        state.drafts, state.draft_logits, state.draft_end = (), (), "off"
+
+
+class Drafter(NoDrafter):
+    """Clamps the depth, and drafts unless drafting is switched off for the run."""
+
+    def run(self, state: State) -> None:
+        """Propose up to the clamped depth."""
+        cache = state.cache
+        left = min(self.max_tokens - len(state.output), cache.context - cache.length) - 1
+        depth = 0 if state.mtp_off else max(0, min(self.depth, left))
+        self.propose(state, depth)
+        if not depth:
+            state.draft_end = "off" if state.mtp_off or not self.depth else "room"
+
+
+@dataclass
+class MtpDrafter(Drafter):
+    """The model's own MTP block, applied recursively to its own streams.
+
+    Before drafting, the block's cache rows of the tokens committed since are rewritten from the
+    target's streams (`keep_accepted` leaves those that the block wrote itself). The first row that
+    a draft pass writes came from the target's streams already and is final.
+    """
+
+    written: int = field(default=0, init=False)  # rows that the last draft pass wrote
+
+    def run(self, state: State) -> None:
+        """Refresh the block's cache rows, then draft."""
+        if self.depth and state.model.mtp is None:
+            state.switch_mtp_off("the model files hold no MTP weights")
+        if self.depth and not state.mtp_off:
+            self._refresh(state)
+        super().run(state)
+
+    def _refresh(self, state: State) -> None:
+        fresh = state.fresh
+        if fresh is None:
+            return
+        final = self.written if self.keep_accepted else min(self.written, 1)
+        if final < len(fresh.tokens):
+            block = state.model.mtp
+            assert block is not None
+            first = fresh.first + final
+            block.warm(fresh.streams[final:], fresh.tokens[final:], first, state.cache)
+        state.fresh = None
+
+    def propose(self, state: State, depth: int) -> None:
+        """Draft until `depth`, the end of the text, or a logit gap below the gate."""
+        super().propose(state, depth)
+        self.written = 0
+        if depth:
+            self._draft(state, depth)
+
+    def _draft(self, state: State, depth: int) -> None:
+        block, cache = state.model.mtp, state.cache
+        assert block is not None
+        streams, token = state.hidden, state.next_token
+        drafts: list[Draft] = []
+        rows: list[torch.Tensor] = []
+        state.draft_end = "depth"
+        while len(drafts) < depth:
+            logits, streams = block.step(streams, token, cache.length + len(drafts), cache)
+            self.written += 1
+            token, gap = int(argmax(logits)), top_gap(logits)
+            # The row before an end of text already tells it; verifying it would gain nothing.
+            if token == state.tokenizer.eos and not self.ignore_eos:
+                state.draft_end = "eos"
+                break
+            if gap < self.gate:
+                state.draft_end = "gate"
+                break
+            drafts.append(Draft(token, gap))
+            rows.append(logits)
+        state.drafts, state.draft_logits = tuple(drafts), tuple(rows)
+
+
+class LyingDrafter(Drafter):
+    """Always wrong: asks the target itself and proposes another token. For tests and parity runs.
+
+    It writes cache rows beyond the cursor, which must stay invisible.
+    """
+
+    def propose(self, state: State, depth: int) -> None:
+        """Propose `depth` tokens, each other than the target's choice after those before it."""
+        super().propose(state, depth)
+        model, cache, eos = state.model, state.cache, state.tokenizer.eos
+        rows = [state.next_token]
+        for _ in range(depth):
+            logits = model.logits(model.forward(rows, cache)[-1:])[0]
+            lie = (int(argmax(logits)) + 1) % len(logits)
+            rows.append((lie + 1) % len(logits) if lie == eos else lie)
+        state.drafts = tuple(Draft(token, 0.0) for token in rows[1:])
+        state.draft_end = "depth"

@@ -1,0 +1,216 @@
+"""Watching a run: the text on stdout, every cycle on disk, and a table at the end on stderr.
+
+What was produced is on disk when a cycle ends, so a killed run keeps it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ds4flow.metrics import DEFINITIONS, Counts, Probe
+from ds4flow.pipeline import Stage, State
+
+
+@dataclass
+class Log(Stage):
+    """Writes output.txt and cycles.jsonl as the run goes on, tokens.json and summary.json last."""
+
+    stream: bool
+    table: bool
+    timing: bool
+    spec_log: bool
+    conf_log: bool
+    full_logits: bool
+    counts: Counts = field(default_factory=Counts, init=False)
+    probe: Probe = field(default_factory=Probe, init=False)
+    shown: int = field(default=0, init=False)
+
+    reads = ("tokens", "tokenizer", "cache", "rows", "logits", "verdict", "committed", "drafts")
+
+    def run(self, state: State) -> None:
+        """Record one cycle."""
+        self._show(state)
+        record = self._record(state)
+        state.run.append_json("cycles.jsonl", record)
+        self.counts.add(
+            drafted=record["drafted"],
+            committed=len(state.committed),
+            relaxed=state.relaxed,
+            draft_end=state.draft_end,
+        )
+        if len(state.rows) == 1:  # drafts that stayed out of the pass were a probe
+            self.probe.add(record["position"] + 1, [draft.token for draft in state.drafts])
+        self.probe.settle(state.tokens)
+        if self.full_logits:
+            state.run.write(f"logits/{state.cycle:06d}.npz", _npz(state))
+        if self.spec_log:
+            _say(_cycle_line(record))
+        if self.conf_log:
+            for line in _draft_lines(state, record):
+                _say(line)
+
+    def _show(self, state: State) -> None:
+        piece = "".join(state.pieces[self.shown :])
+        self.shown = len(state.pieces)
+        if not piece:
+            return
+        state.run.append("output.txt", piece)
+        if self.stream:
+            # As bytes: the text is UTF-8, whatever the terminal's settings.
+            sys.stdout.flush()
+            sys.stdout.buffer.write(piece.encode())
+            sys.stdout.buffer.flush()
+
+    def _record(self, state: State) -> dict[str, Any]:
+        verdict = state.verdict
+        return {
+            "cycle": state.cycle,
+            "position": len(state.tokens) - len(state.committed),
+            "drafted": len(state.rows) - 1,
+            "draft_end": state.draft_end,
+            "accepted": max(0, len(state.committed) - 1),
+            "tokens": list(state.committed),
+            "reason": verdict.reason,
+            "relaxed": state.relaxed,
+            "drafts": [draft.token for draft in state.drafts],
+            "draft_gaps": [draft.gap for draft in state.drafts],
+            "ratios": list(verdict.ratios),
+            "gaps": list(verdict.gaps),
+            "micros": dict(state.micros),
+        }
+
+    def close(self, state: State) -> None:
+        """Write what only the end can tell. A run that never began decoding leaves no summary."""
+        if state.tokens is None or state.next_token is None:
+            return
+        state.run.release_reserve()
+        self._show(state)
+        prompt, output = state.tokens[: state.prompt_length], state.output
+        state.run.write_json("tokens.json", {"prompt": prompt, "output": output})
+        summary = self._summary(state)
+        state.run.write_json("summary.json", summary)
+        state.run.record(identity=state.identity, finish_reason=state.done)
+        for warning in self.counts.warnings():
+            _say(f"note: {warning}")
+        if self.timing:
+            for line in _timing_lines(summary):
+                _say(line)
+        if self.table:
+            _table(summary, state)
+
+    def _summary(self, state: State) -> dict[str, Any]:
+        seconds = state.loop_micros / 1e6
+        prefill = state.total_micros.get("prefill", 0) / 1e6
+        output = len(state.output)
+        return {
+            "prompt_tokens": state.prompt_length,
+            "output_tokens": output,
+            "finish_reason": state.done,
+            "context_limit": state.cache.context,
+            "identity": state.identity,
+            "mtp_off": state.mtp_off or None,
+            **self.counts.summary(),
+            "probe": self.probe.summary() if self.probe.drafted else None,
+            "decode_seconds": seconds,
+            "tokens_per_second": output / seconds if seconds else None,
+            "prefill_seconds": prefill,
+            "prefill_tokens_per_second": state.prompt_length / prefill if prefill else None,
+            "micros_by_stage": dict(state.total_micros),
+            "peak_memory_bytes": _peak_memory(),
+            "definitions": DEFINITIONS,
+        }
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _npz(state: State) -> bytes:
+    buffer = io.BytesIO()
+    verify = state.logits.cpu().numpy()
+    drafts = [row.cpu().numpy() for row in state.draft_logits]
+    np.savez(buffer, verify=verify, draft=np.array(drafts, np.float32).reshape(-1, verify.shape[1]))
+    return buffer.getvalue()
+
+
+def _cycle_line(record: dict[str, Any]) -> str:
+    return (
+        f"cycle {record['cycle']}: position {record['position']}, drafted {record['drafted']} "
+        f"({record['draft_end']}), accepted {record['accepted']}, {record['reason']}"
+    )
+
+
+def _draft_lines(state: State, record: dict[str, Any]) -> list[str]:
+    """One line a draft: position, token, how likely under the target, drafter's gap, verdict."""
+    lines = []
+    for depth, draft in enumerate(state.drafts, 1):
+        ratio = state.verdict.ratios[depth - 1 : depth]
+        verdict = "accepted" if depth <= record["accepted"] else record["reason"]
+        if not ratio:
+            verdict = "unused" if record["drafted"] == 0 else "after a rejected draft"
+        lines.append(
+            f"draft {record['position'] + depth}: {draft.token} "
+            f"'{state.tokenizer.piece(draft.token)}' "
+            f"ratio {ratio[0] if ratio else float('nan'):.4g} gap {draft.gap:.4g} {verdict}"
+        )
+    return lines
+
+
+def _timing_lines(summary: dict[str, Any]) -> list[str]:
+    cycles = max(1, summary["cycles"])
+    phases = {
+        name: summary["micros_by_stage"].get(name, 0) for name in ("draft", "verify", "commit")
+    }
+    host = max(0, round(summary["decode_seconds"] * 1e6) - sum(phases.values()))
+    return [
+        f"timing: {summary['cycles']} cycles, {summary['num_draft_tokens']} drafts, "
+        f"{summary['num_accepted_draft_tokens']} accepted",
+        "timing: microseconds per cycle: "
+        + ", ".join(f"{name} {micros / cycles:.0f}" for name, micros in phases.items())
+        + f", host {host / cycles:.0f}",
+    ]
+
+
+def _peak_memory() -> int | None:
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
+
+
+def _table(summary: dict[str, Any], state: State) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    if sys.stdout.isatty():
+        print(file=sys.stderr)
+    identity = summary["identity"]
+    if identity == "relaxed":
+        identity += f" ({summary['relaxed_accepts']} tokens were not the target's choice)"
+    rows = {
+        "tokens": f"{summary['output_tokens']} ({summary['finish_reason'] or 'stopped'})",
+        "tokens/s": _number(summary["tokens_per_second"], ".1f"),
+        "cycles": str(summary["cycles"]),
+        "acceptance": _number(summary["draft_acceptance_rate"], ".1%")
+        + f" of {summary['num_draft_tokens']} drafts",
+        "mean acceptance length": _number(summary["mean_acceptance_length"], ".2f"),
+        "identity": identity,
+        "run directory": os.path.relpath(state.run.path),
+    }
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for key, value in rows.items():
+        table.add_row(key, value)
+    Console(stderr=True, highlight=False, soft_wrap=True).print(table)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,50 @@
+"""One target pass over the certain token and its drafts, and the verdict on each draft."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ds4flow import speculate
+from ds4flow.errors import NumericsError
+from ds4flow.pipeline import Stage, State
+
+
+@dataclass
+class Verify(Stage):
+    """Accepts the longest prefix of the drafts that the target agrees with.
+
+    With `probe` the drafts stay out of the pass; they are only counted.
+    """
+
+    margin: float
+    strict: bool
+    probe: bool
+
+    reads = ("model", "cache", "next_token", "drafts")
+    writes = ("rows", "streams", "logits", "verdict", "identity")
+
+    def run(self, state: State) -> None:
+        """Run the pass; the cache rows are written, the cursor stays."""
+        drafts = [] if self.probe else [draft.token for draft in state.drafts]
+        state.rows = (state.next_token, *drafts)
+        state.streams = state.model.forward(state.rows, state.cache)
+        state.logits = state.model.logits(state.streams)
+        self._check(state.logits, state)
+        state.verdict = speculate.verify(
+            state.logits, drafts, margin=self.margin, strict=self.strict
+        )
+        if drafts and self.margin < 1.0 and not self.strict and state.identity == "exact":
+            state.identity = "relaxed"
+            state.run.record(identity="relaxed")
+
+    def _check(self, logits: torch.Tensor, state: State) -> None:
+        finite = torch.isfinite(logits).all(-1)
+        if not bool(finite.all()):
+            row = int(torch.nonzero(~finite)[0])
+            raise NumericsError(
+                f"the target gave logits that are not finite in cycle {state.cycle}, row {row}, "
+                f"position {state.cache.length + row}",
+                "the weights or the kernels are at fault; check the file with its published digest",
+            )
