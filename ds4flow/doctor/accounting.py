@@ -142,6 +142,14 @@ def mtp_tensors(
     return {name: file.tensors[name] if name in file.tensors else main[name] for name in names}
 
 
+def own_bytes(
+    block: Mapping[str, TensorInfo], main: Mapping[str, TensorInfo], c: ModelConfig
+) -> int:
+    """Bytes of an MTP block's tensors, less those that it has in common with the trunk."""
+    shared = {slot.name for slot in trunk_slots(c) if block.get(slot.name) is main[slot.name]}
+    return sum(info.nbytes for name, info in block.items() if name not in shared)
+
+
 def draft_bytes(
     block: Mapping[str, TensorInfo], main: Mapping[str, TensorInfo], c: ModelConfig
 ) -> int:

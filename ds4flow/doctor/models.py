@@ -15,6 +15,7 @@ from ds4flow.doctor.accounting import (
     cache_size,
     draft_bytes,
     mtp_tensors,
+    own_bytes,
     traffic,
     trunk_bytes,
 )
@@ -123,6 +124,8 @@ def _examine_main(main: _Subject, context: int) -> None:
     file = main.file
     main.config = main.attempt(lambda: ModelConfig.from_gguf(file))
     main.tokenizer = main.attempt(lambda: Tokenizer.from_metadata(file.metadata))
+    if main.drafter.layout is None:
+        _explain_missing_block(main)
     config = main.config
     if config is None:
         return
@@ -139,8 +142,6 @@ def _examine_main(main: _Subject, context: int) -> None:
         )
     if main.drafter.layout is not None:
         _examine_own_block(main, config)
-    else:
-        _explain_missing_block(main, config)
     if context > config.context_length:
         main.notes.append(
             f"a context of {context} tokens is more than the model's {config.context_length}"
@@ -156,14 +157,15 @@ def _examine_own_block(main: _Subject, config: ModelConfig) -> None:
     ]
 
 
-def _explain_missing_block(main: _Subject, config: ModelConfig) -> None:
+def _explain_missing_block(main: _Subject) -> None:
     """What metadata or tensors say about a drafter whose MTP block is not in the file."""
     claimed, blocks = main.drafter.claimed, _trunk_blocks(main.file)
-    if claimed and blocks == config.layers - claimed:
+    count = main.file.metadata.get(f"{ARCHITECTURE}.block_count")
+    if claimed and isinstance(count, int) and blocks == count - claimed:
         main.problems.append(
             Problem(
                 f"{main.file.path}: the metadata claim {claimed} MTP block as part of block_count="
-                f"{config.layers}, but no tensor of it is in the file",
+                f"{count}, but no tensor of it is in the file",
                 f"set {ARCHITECTURE}.block_count to {blocks} and remove "
                 f"{ARCHITECTURE}.nextn_predict_layers, or get a file with the block",
             )
@@ -179,9 +181,9 @@ def _explain_missing_block(main: _Subject, config: ModelConfig) -> None:
             "MTP file to draft"
         )
     entries = main.file.metadata.get(f"{ARCHITECTURE}.attention.compress_ratios")
-    if isinstance(entries, list) and len(entries) > config.layers + 1:
+    if isinstance(entries, list) and isinstance(count, int) and len(entries) > count + 1:
         main.notes.append(
-            f"attention.compress_ratios has {len(entries)} entries for {config.layers} layers, "
+            f"attention.compress_ratios has {len(entries)} entries for {count} layers, "
             "like the later release that drafts with DSpark: an MTP block of the first release may "
             "not belong to it"
         )
@@ -249,8 +251,7 @@ def _fit(block: _Subject, main: _Subject, config: ModelConfig) -> Fit:
         if main.whole:
             tensors = mtp_tensors(block.file, main.file.tensors, config, weights.layout)
             draft = draft_bytes(tensors, main.file.tensors, config)
-            used_by_trunk = main.file.tensors
-            own = sum(t.nbytes for n, t in tensors.items() if used_by_trunk.get(n) is not t)
+            own = own_bytes(tensors, main.file.tensors, config)
     return Fit(str(main.file.path), not problems, problems, same, draft, own)
 
 
