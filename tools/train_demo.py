@@ -39,15 +39,23 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints")
     parser.add_argument("--minutes", type=float, default=45.0, help="trunk training time")
     parser.add_argument("--log", type=Path, default=None)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="threads if --workers is 1")
+    parser.add_argument("--workers", type=int, default=2, help="1 or 2 processes")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.work.mkdir(parents=True, exist_ok=True)
     cfg, sched = DemoConfig(), Schedule(seconds=60 * args.minutes)
     tok, corpus = load_corpus(args.work, cfg, sched.seed)
+    model.compile_pieces()
+    torch.set_num_threads(1 if args.workers > 1 else args.threads)
     if args.phase in ("trunk", "all"):
-        model.compile_pieces()
-        train.train_trunk(cfg, corpus, sched, args.work / "trunk.pt", args.log)
+        params = model.init_trunk(cfg, sched.seed, corpus.counts(cfg.vocab))
+        held = corpus.held_out_batch(16, 512)
+        train.train(
+            "trunk", cfg, params, corpus, sched, args.work / "trunk.pt",
+            lambda p: {"held_out": train.held_out_loss(cfg, p, held, model.Mode(torch.bfloat16))},
+            args.log, workers=args.workers, compiled=True,
+        )
 
 
 if __name__ == "__main__":

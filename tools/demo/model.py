@@ -272,19 +272,41 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return y if weight is None else y * weight
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate adjacent pairs of the last 2*cos.shape[-1] channels; cos/sin broadcast."""
-    width = 2 * cos.shape[-1]
-    keep, turn = x[..., :-width], x[..., -width:]
-    pair = turn.unflatten(-1, (-1, 2))
-    even, odd = pair[..., 0], pair[..., 1]
-    out = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
-    return torch.cat((keep, out), -1)
+def turn(x: Tensor, swapped: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotation x*cos + swapped*sin in float32, stored in x's type; see :func:`rotate`."""
+    return (x.float() * cos + swapped.float() * sin).to(x.dtype)
 
 
-def norm_rotate(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """RMSNorm followed by the rotary embedding."""
-    return rotate(rms_norm(x, weight, eps), cos, sin)
+def norm_turn(x: Tensor, swapped: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    """Weightless RMSNorm and rotation at once (they commute), stored in x's type."""
+    wide = x.float()
+    inv = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return ((wide * cos + swapped.float() * sin) * inv).to(x.dtype)
+
+
+_SWAPS: dict[tuple[int, int, torch.dtype], Tensor] = {}
+
+
+def swap_pairs(x: Tensor, rope: int) -> Tensor:
+    """(-x1, x0, -x3, x2, ...) on the last ``rope`` channels, 0 elsewhere.
+
+    A product with a signed permutation is exact in any type, and much faster here than strided
+    elementwise code.
+    """
+    width = x.shape[-1]
+    key = (width, rope, x.dtype)
+    if key not in _SWAPS:
+        matrix = torch.zeros(width, width)
+        for even in range(width - rope, width, 2):
+            matrix[even, even + 1] = -1.0
+            matrix[even + 1, even] = 1.0
+        _SWAPS[key] = matrix.to(x.dtype)
+    return F.linear(x, _SWAPS[key])
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, rope: int) -> Tensor:
+    """Rotary embedding of adjacent pairs of the last ``rope`` channels; full-width cos and sin."""
+    return turn(x, swap_pairs(x, rope), cos, sin)
 
 
 def sinkhorn(logits: Tensor, rounds: int, eps: float) -> Tensor:
@@ -343,8 +365,8 @@ class Sinkhorn(torch.autograd.Function):
 
 def hc_mix(flat: Tensor, fn: Tensor, eps: float) -> Tensor:
     """Hyper-connection coefficients before the nonlinearity: (M, mix)."""
-    inv = torch.rsqrt(flat.pow(2).mean(-1, keepdim=True) + eps)
-    return F.linear(flat, fn) * inv
+    inv = torch.rsqrt(flat.float().pow(2).mean(-1, keepdim=True) + eps)
+    return F.linear(flat, fn.to(flat.dtype)).float() * inv
 
 
 def hc_gather(state: Tensor, pre: Tensor, norm: Tensor, eps: float) -> Tensor:
@@ -365,7 +387,7 @@ def hc_scatter(state: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor
         for i in range(count):
             row = row + comb[i, j][:, None] * state[:, i]
         rows.append(row)
-    return torch.stack(rows, 1)
+    return torch.stack(rows, 1).to(state.dtype)
 
 
 def hc_coefficients(
@@ -387,35 +409,54 @@ def swiglu(gate_up: Tensor, weight: Tensor | None, clamp: float) -> Tensor:
     return mid.to(gate_up.dtype)
 
 
-def sink_softmax(
+def sink_forward(
     scores: Tensor, bias: Tensor, keep: Tensor | None, sinks: Tensor, scale: float
-) -> Tensor:
-    """Softmax of scores*scale + bias (+ keep) with a per-head sink in the denominator.
-
-    scores (B, C, W, H, K), bias and keep broadcastable additive masks, sinks (H). Float32 inside,
-    result in the scores' type.
-    """
+) -> tuple[Tensor, Tensor]:
+    """Probabilities (the scores' type) and the sink's own share (float32, last axis 1)."""
     scaled = scores.float() * scale + bias
     if keep is not None:
         scaled = scaled + keep
-    top = torch.maximum(scaled.amax(-1, keepdim=True), sinks[:, None]).detach()
-    expo = torch.exp(scaled - top)
-    total = expo.sum(-1, keepdim=True) + torch.exp(sinks[:, None] - top)
-    return (expo / total).to(scores.dtype)
-
-
-def far_mass(scores: Tensor, bias: Tensor, sinks: Tensor, scale: float, edge: int) -> Tensor:
-    """Head-averaged attention mass on the rows from ``edge`` on, before selection; sums to 1."""
-    scaled = scores.float() * scale + bias
     top = torch.maximum(scaled.amax(-1, keepdim=True), sinks[:, None])
     expo = torch.exp(scaled - top)
-    total = expo.sum(-1, keepdim=True) + torch.exp(sinks[:, None] - top)
-    mass = (expo / total).mean(3)[..., edge:]
-    return mass / mass.sum(-1, keepdim=True).clamp_min(1e-9)
+    sink = torch.exp(sinks[:, None] - top)
+    total = expo.sum(-1, keepdim=True) + sink
+    return (expo / total).to(scores.dtype), sink / total
 
 
-_PIECES = ("norm_rotate", "rotate", "hc_mix", "hc_gather", "hc_scatter", "hc_coefficients")
-_PIECES += ("swiglu", "sink_softmax", "far_mass")
+def sink_backward(grad: Tensor, probs: Tensor, share: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Gradients of the scores and, unsummed (last axis 1), of the sinks."""
+    wide, slope = probs.float(), grad.float()
+    inner = (wide * slope).sum(-1, keepdim=True)
+    return (wide * (slope - inner) * scale).to(probs.dtype), -share * inner
+
+
+class SinkSoftmax(torch.autograd.Function):
+    """Softmax of scores*scale + bias (+ keep) with a per-head sink in the denominator.
+
+    scores (B, C, W, H, K), bias and keep broadcastable additive masks, sinks (H). Float32 inside,
+    result in the scores' type; only scores and sinks receive gradients.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, scores: Tensor, bias: Tensor, keep: Tensor | None, sinks: Tensor, scale: float
+    ) -> Tensor:
+        """Probabilities."""
+        probs, share = sink_forward(scores, bias, keep, sinks, scale)
+        ctx.save_for_backward(probs, share)
+        ctx.scale = scale
+        return probs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Softmax gradient; the sink is one more row whose value is zero."""
+        probs, share = ctx.saved_tensors
+        d_scores, d_sinks = sink_backward(grads[0], probs, share, ctx.scale)
+        return d_scores, None, None, d_sinks.sum((0, 1, 2, 4)), None
+
+
+_PIECES = ("turn", "norm_turn", "hc_mix", "hc_gather", "hc_scatter", "hc_coefficients")
+_PIECES += ("swiglu", "sink_forward", "sink_backward")
 
 
 def compile_pieces() -> None:
@@ -453,14 +494,17 @@ def frequencies(cfg: DemoConfig, ratio: int) -> Tensor:
     return freq * (1 - ramp) + freq / cfg.yarn_factor * ramp
 
 
-_TABLES: dict[tuple[DemoConfig, int, int, int], tuple[Tensor, Tensor]] = {}
+_TABLES: dict[tuple[DemoConfig, int, int, int, int], tuple[Tensor, Tensor]] = {}
 
 
-def tables(cfg: DemoConfig, ratio: int, length: int, step: int = 1) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (length, R/2), float32, of positions 0, step, 2*step, ..."""
-    key = (cfg, min(ratio, 1), length, step)
+def tables(
+    cfg: DemoConfig, ratio: int, length: int, width: int, step: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine (length, width) of positions 0, step, ...; 1 and 0 on unrotated channels."""
+    key = (cfg, min(ratio, 1), length, width, step)
     if key not in _TABLES:
         angle = torch.outer(torch.arange(length).double() * step, frequencies(cfg, ratio))
+        angle = F.pad(angle.repeat_interleave(2, -1), (width - cfg.rope_dim, 0))
         _TABLES[key] = (angle.cos().float(), angle.sin().float())
     return _TABLES[key]
 
@@ -482,8 +526,9 @@ def compress(
         value = torch.cat((old_v, value[..., width:]), 2)
         score = torch.cat((old_s, score[..., width:]), 2)
     pooled = (torch.softmax(score, 2) * value).sum(2)
-    cos, sin = tables(cfg, ratio, rows, ratio)
-    return norm_rotate(pooled, p[prefix + "_norm.weight"], cos, sin, cfg.eps)
+    cos, sin = tables(cfg, ratio, rows, pooled.shape[-1], ratio)
+    pooled = rms_norm(pooled, p[prefix + "_norm.weight"], cfg.eps)
+    return rotate(pooled, cos, sin, cfg.rope_dim)
 
 
 def index_scores(
@@ -495,11 +540,11 @@ def index_scores(
     keys = compress(cfg, p, pre + "indexer_compressor", x, 4, mode)
     query = linear(low, p[pre + "indexer.attn_q_b.weight"], mode)
     query = query.view(batch, length, cfg.index_heads, cfg.index_dim)
-    cos, sin = tables(cfg, 4, length)
-    query = rotate(query.float(), cos[:, None], sin[:, None])
+    cos, sin = tables(cfg, 4, length, cfg.index_dim)
+    query = rotate(query, cos[:, None], sin[:, None], cfg.rope_dim)
     weight = F.linear(x.float(), p[pre + "indexer.proj.weight"])
     weight = weight * (cfg.index_dim * cfg.index_heads) ** -0.5
-    dots = torch.bmm(query.flatten(1, 2).to(mode.dtype), keys.transpose(1, 2).to(mode.dtype))
+    dots = torch.bmm(query.flatten(1, 2), keys.transpose(1, 2).to(mode.dtype))
     dots = F.relu(dots.float()).view(batch, length, cfg.index_heads, -1)
     return (dots * weight[..., None]).sum(2)
 
@@ -553,13 +598,15 @@ def attention(
     batch, length, _ = x.shape
     win, head, heads = cfg.window, cfg.head_dim, cfg.heads
     chunks = length // win
-    cos, sin = tables(cfg, ratio, length)
+    cos, sin = tables(cfg, ratio, length, head)
     low = rms_norm(linear(x, p[pre + "attn_q_a.weight"], mode), p[pre + "attn_q_a_norm.weight"],
                    cfg.eps)
     query = linear(low, p[pre + "attn_q_b.weight"], mode).view(batch, length, heads, head)
-    query = norm_rotate(query, None, cos[:, None], sin[:, None], cfg.eps).to(mode.dtype)
+    swapped = swap_pairs(query, cfg.rope_dim)
+    query = norm_turn(query, swapped, cos[:, None], sin[:, None], cfg.eps)
     rows = linear(x, p[pre + "attn_kv.weight"], mode)
-    rows = norm_rotate(rows, p[pre + "attn_kv_a_norm.weight"], cos, sin, cfg.eps).to(mode.dtype)
+    rows = rms_norm(rows, p[pre + "attn_kv_a_norm.weight"], cfg.eps)
+    rows = rotate(rows, cos, sin, cfg.rope_dim).to(mode.dtype)
     depth = len(older) if older else 0
     near = banded(older[0] if older else rows, win).flatten(0, 1)
     blocks = query.view(batch * chunks, win * heads, head)
@@ -600,12 +647,14 @@ def attention(
     sinks = p[pre + "attn_sinks.weight"]
     if guess is not None and packed is not None and trace is not None and mode.index_loss:
         with torch.no_grad():
-            mass = far_mass(scores.detach(), bias, sinks.detach(), head**-0.5, edge)
-            mass = mass.view(batch, length, -1)
+            # The target is the attention before selection, so that dropped rows can return.
+            full, _ = sink_forward(scores.detach(), bias, None, sinks.detach(), head**-0.5)
+            mass = full[..., edge:].sum(3, dtype=torch.float32).view(batch, length, -1)
+            mass = mass / mass.sum(-1, keepdim=True).clamp_min(1e-9)
         logp = torch.log_softmax(guess.masked_fill(~seen, -1e30), -1)
         gap = (mass * (mass.clamp_min(1e-9).log() - logp)).masked_fill(~seen, 0.0)
         trace.index_losses.append(gap.sum(-1)[:, ratio - 1 :].mean())
-    probs = sink_softmax(scores, bias, keep, sinks, head**-0.5)
+    probs: Tensor = SinkSoftmax.apply(scores, bias, keep, sinks, head**-0.5)
     out = torch.bmm(probs[..., :edge].reshape(batch * chunks, win * heads, edge), near)
     out = out.view(batch, length, heads, head)
     if packed is not None:
@@ -615,7 +664,7 @@ def attention(
     for index, shifted in enumerate(diagonals):
         part = probs[..., edge + index].reshape(batch, length, heads, 1)
         out = out + part * shifted[:, :, None]
-    out = rotate(out.float(), cos[:, None], -sin[:, None]).to(mode.dtype)
+    out = rotate(out, cos[:, None], -sin[:, None], cfg.rope_dim)
     grouped = out.flatten(2).split(head * heads // cfg.groups, -1)
     first = p[pre + "attn_output_a.weight"].split(cfg.o_rank)
     inner = torch.cat([linear(o, a, mode) for o, a in zip(grouped, first, strict=True)], -1)
@@ -751,7 +800,7 @@ def trunk_forward(
 ) -> tuple[Tensor, Tensor]:
     """Streams after the last layer (B*T, N, D) and head input (B*T, D) for tokens (B, T)."""
     embedded = F.embedding(tokens.flatten(), p["token_embd.weight"])
-    state = embedded[:, None].expand(-1, cfg.streams, -1).contiguous()
+    state = embedded[:, None].expand(-1, cfg.streams, -1).to(mode.dtype).contiguous()
     for index, ratio in enumerate(cfg.ratios):
         state, _ = layer(cfg, p, f"blk.{index}.", ratio, state, tokens, mode, trace)
     return state, hc_head(cfg, p, "output_hc_", "output_norm.weight", state)
@@ -776,7 +825,7 @@ def mtp_forward(
                    p[pre + "e_proj.weight"], mode).float()
     second = linear(rms_norm(streams, p[pre + "hnorm.weight"], cfg.eps),
                     p[pre + "h_proj.weight"], mode).float()
-    state = first[:, None] + second
+    state = (first[:, None] + second).to(mode.dtype)
     state, rows = layer(cfg, p, pre, 0, state, tokens, mode, trace, older)
     return state, hc_head(cfg, p, pre + "hc_head_", pre + "norm.weight", state), rows
 

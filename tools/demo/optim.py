@@ -75,7 +75,9 @@ class DemoOptimizer:
                     grad = torch.zeros_like(buf)
                 buf.lerp_(grad, 1 - momentum)
                 updates.append(torch.lerp(grad, buf, momentum).view(-1, rows, cols))
-            done = orthogonalise(torch.cat(updates))
+            # Parts of 16 matrices stay in the cache during the iteration.
+            stack = torch.cat(updates)
+            done = torch.cat([orthogonalise(part) for part in stack.split(16)])
             rate = self.muon_lr * factor * max(1.0, rows / cols) ** 0.5
             begin = 0
             for name, update in zip(names, updates, strict=True):

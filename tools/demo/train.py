@@ -103,9 +103,9 @@ def held_out_loss(
     return total / parts
 
 
-def _require_grad(params: Params) -> None:
+def _require_grad(params: Params, prefix: str = "") -> None:
     for name, tensor in params.items():
-        if is_trained(name):
+        if is_trained(name) and name.startswith(prefix):
             tensor.requires_grad_(True)
 
 
@@ -136,34 +136,184 @@ class Recorder:
                 out.write(line + "\n")
 
 
-def train_trunk(
+Settings = dict[str, float]
+Job = Callable[[DemoConfig, Params, Tensor, Settings], tuple[dict[str, float], Trace]]
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def trunk_job(
+    cfg: DemoConfig, params: Params, tokens: Tensor, settings: Settings
+) -> tuple[dict[str, float], Trace]:
+    """Next-token loss plus indexer loss on tokens (B, T + 1); leaves gradients in the tensors."""
+    mode = Mode(DTYPES[int(settings["low"])], settings["select"] > 0, settings["index"] > 0,
+                fake_q4 if settings["quant"] > 0 else None)
+    trace = Trace([], {})
+    _, head = model.trunk_forward(cfg, params, tokens[:, :-1], mode, trace)
+    target = tokens[:, 1:].flatten()
+    valid = torch.ones_like(target, dtype=torch.bool)
+    loss = ChunkedLoss.apply(head, params["output.weight"], target, valid, None, 1.0)
+    total = loss + sum(trace.index_losses) if trace.index_losses else loss
+    total.backward()
+    values = {"loss": float(loss.detach())}
+    if trace.index_losses:
+        values["index_kl"] = float(torch.stack([g.detach() for g in trace.index_losses]).mean())
+    return values, trace
+
+
+DEPTH_WEIGHTS = (1.0, 0.7, 0.5)
+
+
+def mtp_job(
+    cfg: DemoConfig, params: Params, tokens: Tensor, settings: Settings
+) -> tuple[dict[str, float], Trace]:
+    """Distillation of the frozen trunk into the MTP block over chained depths 1..3.
+
+    Depth k at position q starts from trunk streams of q - k and reads the true tokens up to q.
+    """
+    mode = Mode(DTYPES[int(settings["low"])])
+    quantised = settings["quant"] > 0
+    batch = tokens.shape[0]
+    ids, target = tokens[:, :-1], tokens[:, 1:].flatten()
+    position = torch.arange(ids.shape[1]).repeat(batch)
+    with torch.no_grad():
+        streams, teacher = model.trunk_forward(cfg, params, ids, mode)
+    state = model.previous(streams, batch)
+    mode.weight_filter = fake_q4 if quantised else None
+    older: list[Tensor] = []
+    trace, values = Trace([], {}), {}
+    total = torch.zeros(())
+    for depth, weight in enumerate(DEPTH_WEIGHTS):
+        part = Trace([], {})
+        state, head, rows = model.mtp_forward(cfg, params, state, ids, mode, part, older or None)
+        loss = ChunkedLoss.apply(head, params["output.weight"], target, position >= depth, teacher,
+                                 0.1)
+        total = total + weight * loss
+        values[f"loss{depth + 1}"] = float(loss.detach())
+        for name, load in part.loads.items():
+            trace.loads[name] = trace.loads.get(name, torch.zeros_like(load)) + load
+        older.append(rows)
+        state = model.previous(state, batch)
+    total.backward()
+    values["loss"] = float(total.detach())
+    return values, trace
+
+
+JOBS: dict[str, Job] = {"trunk": trunk_job, "mtp": mtp_job}
+
+
+def _worker(
+    job: str, cfg: DemoConfig, params: Params, grads: Params, pipe: Any, compiled: bool
+) -> None:
+    """Body of a second process: gradients of its share of every batch into shared memory."""
+    torch.set_num_threads(1)
+    if compiled:
+        model.compile_pieces()
+    for name in grads:
+        params[name].requires_grad_(True)
+    while True:
+        message = pipe.recv()
+        if message is None:
+            return
+        tokens, settings = message
+        values, trace = JOBS[job](cfg, params, tokens, settings)
+        for name, buffer in grads.items():
+            grad = params[name].grad
+            if grad is None:
+                buffer.zero_()
+            else:
+                buffer.copy_(grad)
+            params[name].grad = None
+        pipe.send((values, {n: t.tolist() for n, t in trace.loads.items()}))
+
+
+class Team:
+    """One or two single-threaded processes that share parameters and split each batch.
+
+    Two processes meet once per step; two threads would meet in every operation, which is slow on
+    a machine that is shared with other work.
+    """
+
+    def __init__(
+        self, job: str, cfg: DemoConfig, params: Params, trained: list[str], workers: int,
+        compiled: bool,
+    ) -> None:
+        self.job, self.cfg, self.params, self.trained = JOBS[job], cfg, params, trained
+        self.pipe: Any = None
+        self.process: Any = None
+        self.grads: Params = {}
+        if workers > 1:
+            for tensor in params.values():
+                tensor.share_memory_()
+            self.grads = {n: torch.zeros_like(params[n]).share_memory_() for n in trained}
+            context = torch.multiprocessing.get_context("spawn")
+            self.pipe, other = context.Pipe()
+            self.process = context.Process(
+                target=_worker, args=(job, cfg, dict(params), self.grads, other, compiled),
+                daemon=True,
+            )
+            self.process.start()
+
+    def step(self, tokens: Tensor, settings: Settings) -> tuple[dict[str, float], Trace]:
+        """Gradients of the whole batch in ``params[...].grad``; mean values, summed loads."""
+        if self.pipe is None or len(tokens) < 2:
+            return self.job(self.cfg, self.params, tokens, settings)
+        half = len(tokens) // 2
+        self.pipe.send((tokens[half:].clone(), settings))
+        values, trace = self.job(self.cfg, self.params, tokens[:half], settings)
+        other, loads = self.pipe.recv()
+        with torch.no_grad():
+            for name, buffer in self.grads.items():
+                grad = self.params[name].grad
+                if grad is None:
+                    self.params[name].grad = buffer * 0.5
+                else:
+                    grad.add_(buffer).mul_(0.5)
+        for name, load in loads.items():
+            trace.loads[name] = trace.loads[name] + torch.tensor(load)
+        return {k: (v + other[k]) / 2 for k, v in values.items()}, trace
+
+    def close(self) -> None:
+        """Stop the second process."""
+        if self.pipe is not None:
+            self.pipe.send(None)
+            self.process.join(timeout=30)
+
+
+def train(
+    job: str,
     cfg: DemoConfig,
+    params: Params,
     corpus: Corpus,
     sched: Schedule,
     checkpoint: Path,
+    evaluate: Callable[[Params], dict[str, float]],
     log: Path | None = None,
     stop_after: int = 0,
-    dtype: torch.dtype = torch.bfloat16,
+    low: bool = True,
+    workers: int = 1,
+    compiled: bool = False,
 ) -> tuple[Params, float]:
-    """Train (or continue) the trunk until the budget ends; returns parameters and last loss.
+    """Train (or continue from the checkpoint) until the budget ends; parameters and last loss.
 
+    ``params`` holds everything the job reads; for job "mtp" only ``mtp.*`` is trained and saved.
     ``stop_after`` ends early after that many steps in total (a checkpoint is written).
     """
-    params = model.init_trunk(cfg, sched.seed, corpus.counts(cfg.vocab))
-    optimizer = DemoOptimizer(params, sched.muon_lr, sched.adam_lr)
+    prefix = "mtp." if job == "mtp" else ""
+    own = {n: t for n, t in params.items() if n.startswith(prefix)}
+    optimizer = DemoOptimizer(own, sched.muon_lr, sched.adam_lr)
     step, elapsed, seen = 0, 0.0, 0
     history: list[dict[str, float]] = []
     if checkpoint.exists():
         saved = load_checkpoint(checkpoint)
-        for name, tensor in params.items():
+        for name, tensor in own.items():
             tensor.copy_(saved["params"][name])
         optimizer.load_state_dict(saved["optimizer"])
         step, elapsed, seen = saved["step"], saved["elapsed"], saved["tokens"]
         history = saved["history"]
-    _require_grad(params)
+    team = Team(job, cfg, params, list(optimizer.params), workers, compiled)
+    _require_grad(params, prefix)
     recorder = Recorder(log, history)
-    held = corpus.held_out_batch(sched.eval_rows, sched.length)
-    last_loss, smooth, index_gap = float("nan"), float("nan"), 0.0
+    loss, smooth, index_gap = float("nan"), float("nan"), 0.0
     start = time.monotonic() - elapsed
     saved_at = time.monotonic()
 
@@ -171,7 +321,7 @@ def train_trunk(
         save_checkpoint(checkpoint, {
             "config": cfg.to_dict(), "schedule": asdict(sched), "step": step,
             "elapsed": time.monotonic() - start, "tokens": seen, "history": history,
-            "params": {n: t.detach() for n, t in params.items()},
+            "params": {n: t.detach().clone() for n, t in own.items()},
             "optimizer": optimizer.state_dict(),
         })
 
@@ -181,43 +331,59 @@ def train_trunk(
             break
         length = sched.long_length if progress >= sched.long_from else sched.length
         rows = max(1, sched.tokens_per_step // length)
-        tokens = corpus.batch(np.random.default_rng([sched.seed, 1, step]), rows, length)
-        mode = Mode(dtype, progress >= sched.select_from, True,
-                    fake_q4 if progress >= sched.quant_from else None)
-        trace = Trace([], {})
-        _, head = model.trunk_forward(cfg, params, tokens[:, :-1], mode, trace)
-        target = tokens[:, 1:].flatten()
-        valid = torch.ones_like(target, dtype=torch.bool)
-        loss = ChunkedLoss.apply(head, params["output.weight"], target, valid, None, 1.0)
-        total = loss + sum(trace.index_losses) if trace.index_losses else loss
-        total.backward()
+        stage = {"trunk": 1, "mtp": 2}[job]
+        tokens = corpus.batch(np.random.default_rng([sched.seed, stage, step]), rows, length)
+        values, trace = team.step(tokens, {
+            "low": float(low), "select": float(progress >= sched.select_from),
+            "index": float(step % 2 == 0), "quant": float(progress >= sched.quant_from),
+        })
+        loss = values["loss"]
+        if not np.isfinite(loss):
+            raise FloatingPointError(f"loss is {loss} at step {step}")
         factor = sched.factor(step, progress)
         optimizer.step(factor)
         with torch.no_grad():
             update_bias(params, trace, sched.bias_rate * factor)
-        step, seen = step + 1, seen + target.numel()
-        last_loss = float(loss.detach())
-        if not np.isfinite(last_loss):
-            raise FloatingPointError(f"loss is {last_loss} at step {step}")
-        smooth = last_loss if not smooth == smooth else 0.98 * smooth + 0.02 * last_loss
-        if trace.index_losses:
-            index_gap = float(torch.stack([g.detach() for g in trace.index_losses]).mean())
-        recorder.tick("trunk", {
-            "step": step, "tokens": seen, "loss": smooth, "index_kl": index_gap,
+        step, seen = step + 1, seen + rows * length
+        smooth = loss if not smooth == smooth else 0.98 * smooth + 0.02 * loss
+        index_gap = values.pop("index_kl", index_gap)
+        del values["loss"]
+        recorder.tick(job, {
+            "step": step, "tokens": seen, "loss": smooth, **values, "index_kl": index_gap,
             "lr": factor, "progress": progress,
-        }, target.numel())
+        }, rows * length)
         if time.monotonic() - saved_at > sched.save_every:
             saved_at = time.monotonic()
-            value = held_out_loss(cfg, params, held, Mode(dtype))
             worst = max(float(v.max() / v.float().mean()) for v in trace.loads.values())
-            recorder.tick("trunk-eval", {"step": step, "held_out": value, "max_load": worst},
+            recorder.tick(job + "-eval", {"step": step, "max_load": worst, **evaluate(params)},
                           0, True)
             save()
+    recorder.tick(job + "-end", {"step": step, "tokens": seen, **evaluate(params)}, 0, True)
     save()
-    if sched.eval_rows:
-        value = held_out_loss(cfg, params, held, Mode(dtype))
-        recorder.tick("trunk-end", {"step": step, "tokens": seen, "held_out": value}, 0, True)
-    return {n: t.detach() for n, t in params.items()}, last_loss
+    team.close()
+    return {n: t.detach() for n, t in own.items()}, loss
 
 
-Progress = Callable[[str], None]
+@torch.no_grad()
+def agreement(
+    cfg: DemoConfig, params: Params, tokens: Tensor, mode: Mode, depths: int = 3, rows: int = 4
+) -> dict[str, float]:
+    """Share of positions where depth k's argmax equals the trunk's, teacher-forced (B, T)."""
+    hits = torch.zeros(depths)
+    count = torch.zeros(depths)
+    for begin in range(0, len(tokens), rows):
+        ids = tokens[begin : begin + rows]
+        batch = len(ids)
+        streams, head = model.trunk_forward(cfg, params, ids, mode)
+        weight = params["output.weight"]
+        wanted = model.linear(head, weight, mode).argmax(-1)
+        state, older = model.previous(streams, batch), list[Tensor]()
+        position = torch.arange(ids.shape[1]).repeat(batch)
+        for depth in range(depths):
+            state, out, kv = model.mtp_forward(cfg, params, state, ids, mode, None, older or None)
+            good = (model.linear(out, weight, mode).argmax(-1) == wanted) & (position > depth)
+            hits[depth] += good.sum()
+            count[depth] += (position > depth).sum()
+            older.append(kv)
+            state = model.previous(state, batch)
+    return {f"agree{k + 1}": float(hits[k] / count[k]) for k in range(depths)}
