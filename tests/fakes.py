@@ -1,0 +1,296 @@
+"""Deterministic stand-ins for the engine: a look-up target, scripted drafters, a byte tokenizer.
+
+They keep the contract of the real classes and check that it is kept towards them, so the decoding
+loop is tested without weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from ds4flow.stages.commit import Commit
+from ds4flow.stages.draft import Drafter, MtpDrafter
+from ds4flow.stages.log import Log
+from ds4flow.stages.prefill import Prefill
+from ds4flow.stages.verify import Verify
+
+from ds4flow.pipeline import Pipeline, Stage, State
+from ds4flow.rundir import RunDir
+from ds4flow.speculate import Draft
+from ds4flow.tokenizer import _CHAR_OF_BYTE, EOS, Tokenizer
+
+BOS_ID, EOS_ID = 0, 1
+BYTES = 2  # id of byte 0
+VOCAB = BYTES + 256
+
+Target = Callable[[tuple[int, ...]], int]
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte, after BOS and EOS."""
+    tokens = ["<bos>", EOS, *(_CHAR_OF_BYTE[byte] for byte in range(256))]
+    return Tokenizer(tokens, [3, 3, *[1] * 256], [], bos=BOS_ID, eos=EOS_ID)
+
+
+def ids(text: str) -> list[int]:
+    """The tokens of `text` in `byte_tokenizer`."""
+    return [BYTES + byte for byte in text.encode()]
+
+
+def chaotic(seed: int, *, letters: int = 8) -> Target:
+    """A target whose choice depends on all tokens before it; it never ends the text."""
+
+    def choose(context: tuple[int, ...]) -> int:
+        digest = hashlib.sha256(f"{seed}:{context}".encode()).digest()
+        return BYTES + ord("a") + digest[0] % letters
+
+    return choose
+
+
+def reciting(text: str, prompt: int) -> Target:
+    """A target that continues a prompt of `prompt` tokens with `text` and EOS, over and over."""
+    script = [*ids(text), EOS_ID]
+    return lambda context: script[(len(context) - prompt) % len(script)]
+
+
+class FakeCache:
+    """Remembers which token each row was written with; rows beyond the cursor are invisible."""
+
+    def __init__(self, context: int, draft_max: int) -> None:
+        self.context, self.draft_max = context, draft_max
+        self.length = 0
+        self.rows: dict[int, int] = {}
+        self.mtp: dict[int, tuple[str, int, int]] = {}  # position: source, stream of q-1, token
+
+    def check_room(self, start: int, rows: int) -> None:
+        assert start + rows <= self.context, "a pass left the context"
+
+    def commit(self, rows: int) -> None:
+        self.length += rows
+        assert all(position in self.rows for position in range(self.length))
+
+    def visible(self) -> tuple[int, ...]:
+        return tuple(self.rows[position] for position in range(self.length))
+
+    def state_hash(self, *, mtp: bool = True) -> dict[str, str]:
+        return {"layer 0": hashlib.sha256(repr(self.visible()).encode()).hexdigest()}
+
+
+class FakeMtp:
+    """Drafts what the target would choose, except at positions that `wrong` holds for."""
+
+    def __init__(self, model: FakeModel, wrong: Callable[[int], bool], gap: float = 5.0) -> None:
+        self.model, self.wrong, self.gap = model, wrong, gap
+        self.steps = 0
+        self.warmed: list[int] = []
+
+    def warm(
+        self, streams: torch.Tensor, tokens: Sequence[int], first: int, cache: FakeCache
+    ) -> None:
+        assert len(streams) == len(tokens)
+        for i, token in enumerate(tokens):
+            self.warmed.append(first + i)
+            cache.mtp[first + i] = ("target", int(streams[i, 0, 0]), token)
+
+    def step(
+        self, streams: torch.Tensor, token: int, position: int, cache: FakeCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.steps += 1
+        # Rows before the cursor must be final: paired with the target's streams.
+        visible = cache.visible()
+        for q in range(1, cache.length):
+            source, stream, paired = cache.mtp[q]
+            assert (stream, paired) == (self.model.stream(visible[:q]), visible[q]), q
+            assert source == "target" or q in self.own_rows, q
+        if position == cache.length:
+            assert int(streams[0, 0]) == self.model.stream(visible)
+        cache.rows[position] = token
+        context = tuple(cache.rows[p] for p in range(position + 1))
+        best = self.model.target(context)
+        if self.wrong(position):
+            best = BYTES + ord("Z")
+        logits = torch.zeros(VOCAB)
+        logits[best] = self.gap
+        source = "target" if position == cache.length else "drafter"
+        cache.mtp[position] = (source, int(streams[0, 0]), token)
+        return logits, self.model.streams_of([context])[0]
+
+    own_rows: frozenset[int] | range = frozenset()
+
+
+@dataclass
+class FakeModel:
+    """A target that looks its choice up. `quirk` may change the logits of a row before use."""
+
+    target: Target
+    mtp: FakeMtp | None = None
+    quirk: Callable[[tuple[int, ...], torch.Tensor], None] = lambda context, row: None
+    passes: list[int] = field(default_factory=list)
+    contexts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def stream(self, context: tuple[int, ...]) -> int:
+        digest = hashlib.sha256(repr(context).encode()).digest()
+        key = int.from_bytes(digest[:3], "big")  # exact in float32
+        self.contexts[key] = context
+        return key
+
+    def streams_of(self, contexts: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        keys = [float(self.stream(context)) for context in contexts]
+        return torch.tensor(keys).reshape(-1, 1, 1)
+
+    def forward(self, tokens: Sequence[int], cache: FakeCache) -> torch.Tensor:
+        cache.check_room(cache.length, len(tokens))
+        self.passes.append(len(tokens))
+        before = cache.visible()
+        for i, token in enumerate(tokens):
+            cache.rows[cache.length + i] = token
+        return self.streams_of([(*before, *tokens[: i + 1]) for i in range(len(tokens))])
+
+    def logits(self, streams: torch.Tensor) -> torch.Tensor:
+        rows = torch.zeros(len(streams), VOCAB)
+        for row, key in zip(rows, streams.flatten().tolist(), strict=True):
+            context = self.contexts[int(key)]
+            row[self.target(context)] = 4.0
+            self.quirk(context, row)
+        return rows
+
+
+@dataclass
+class Start(Stage):
+    """Stands for download and load."""
+
+    model: Any
+    context: int
+    tokens: list[int]
+    off: str = ""
+
+    writes = ("tokenizer", "tokens", "model", "cache", "mtp_off")
+
+    def run(self, state: State) -> None:
+        state.tokenizer = byte_tokenizer()
+        state.tokens = list(self.tokens)
+        state.model = self.model
+        state.cache = FakeCache(self.context, 16)  # type: ignore[assignment]
+        if self.off:
+            state.switch_mtp_off(self.off)
+
+
+@dataclass
+class Scripted(Drafter):
+    """Drafts the target's choice where `right(cycle, depth)`, and `lie` elsewhere."""
+
+    right: Callable[[int, int], bool] = lambda cycle, depth: True
+    lie: int = BYTES + ord("Z")
+    calls: int = 0
+
+    def propose(self, state: State, depth: int) -> None:
+        super().propose(state, depth)
+        if not depth:
+            return
+        self.calls += 1
+        context = [*state.tokens, state.next_token]
+        drafts = []
+        for j in range(1, depth + 1):
+            best = state.model.target(tuple(context))  # type: ignore[attr-defined]
+            drafts.append(best if self.right(state.cycle, j) else self.lie)
+            context.append(drafts[-1])
+        state.drafts = tuple(Draft(token, 1.0) for token in drafts)
+        state.draft_end = "depth"
+
+
+@dataclass
+class Result:
+    """A finished run: its state, directory and records."""
+
+    state: State
+    run: RunDir
+    drafter: Stage
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.run.path / "summary.json").read_text())
+
+    @property
+    def cycles(self) -> list[dict[str, Any]]:
+        return [
+            json.loads(line) for line in (self.run.path / "cycles.jsonl").read_text().splitlines()
+        ]
+
+
+KNOBS = {"gate": 0.0, "keep_accepted": False}
+
+
+def decode(
+    folder: Path,
+    model: Any,
+    *,
+    depth: int = 0,
+    drafter: type[Drafter] = Scripted,
+    tokens: Sequence[int] = (BOS_ID, *range(40, 45)),
+    max_tokens: int = 24,
+    context: int = 1000,
+    stop: Sequence[str] = (),
+    ignore_eos: bool = False,
+    margin: float = 1.0,
+    strict: bool = False,
+    probe: bool = False,
+    off: str = "",
+    log: dict[str, bool] | None = None,
+    extra: dict[str, Stage] | None = None,
+    **options: Any,
+) -> Result:
+    """Run the real loop on a fake model; `extra` stages end each cycle, `log` sets log's keys."""
+    run = RunDir.create(folder)
+    uses = issubclass(drafter, MtpDrafter)
+    draft = drafter(
+        **{"uses_mtp": uses, "depth": depth, "max_tokens": max_tokens, "ignore_eos": ignore_eos},
+        **{**KNOBS, **options},
+    )
+    off_keys = dict.fromkeys(
+        ("stream", "table", "timing", "spec_log", "conf_log", "full_logits"), False
+    )
+    stages: dict[str, Stage] = {
+        "start": Start(model, context, list(tokens), off),
+        "prefill": Prefill(chunk=4, ignore_eos=ignore_eos, progress_after=1e9),
+        "draft": draft,
+        "verify": Verify(margin=margin, strict=strict, probe=probe),
+        "commit": Commit(max_tokens=max_tokens, stop=list(stop), ignore_eos=ignore_eos),
+        **(extra or {}),
+        "log": Log(**{**off_keys, **(log or {})}),
+    }
+    state = State(run=run, prompt="prompt")
+    pipeline = Pipeline(
+        stages,
+        setup=["start", "prefill", *(extra or {})],
+        cycle=["draft", "verify", "commit", *(extra or {})],
+        observe=["log"],
+    )
+    pipeline.run(state)
+    run.finish("complete")
+    return Result(state, run, draft)
+
+
+def greedy(model_target: Target, tokens: Sequence[int], count: int) -> list[int]:
+    """The plain greedy continuation, computed without any of the loop."""
+    context = list(tokens)
+    for _ in range(count):
+        context.append(model_target(tuple(context)))
+    return context[len(tokens) :]
+
+
+def fake(target: Target, **options: Any) -> FakeModel:
+    """A model without an MTP block."""
+    return FakeModel(target, **options)
+
+
+def fake_with_mtp(target: Target, wrong: Callable[[int], bool], gap: float = 5.0) -> FakeModel:
+    """A model whose MTP block is wrong at the positions that `wrong` holds for."""
+    model = FakeModel(target)
+    model.mtp = FakeMtp(model, wrong, gap)
+    return model
