@@ -919,7 +919,7 @@ def test_files_of_other_kinds_do_not_load_torch(tmp_path: Path) -> None:
 
 
 @settings(
-    max_examples=100,
+    max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
