@@ -150,7 +150,7 @@ def _examine_block(block: Subject, mains: list[Subject]) -> None:
 
 
 def _fit(block: Subject, main: Subject, config: ModelConfig) -> Fit:
-    """Load the block for the main file, as a run would: that reads its vectors and `eh_proj` only."""
+    """Load the block for the main file, as a run would; only vectors and `eh_proj` are read."""
     problems: tuple[Problem, ...] = ()
     same = _same_tokenizer(block, main)
     draft = own = None
