@@ -1,1 +1,1 @@
-"""The embedded demo model: a small trained DeepSeek-V4 and its MTP block, shipped as GGUF files."""
+"""The embedded demo model: two GGUF files, their hashes and a model card."""

@@ -4,6 +4,7 @@ Promise: everything is a function of the interpreter's library and the seed; hel
 chosen by a hash of their relative path and never reach the tokenizer trainer or the batches.
 """
 
+# ruff: noqa: RUF001  (the special tokens contain U+FF5C)
 from __future__ import annotations
 
 import hashlib
@@ -149,9 +150,7 @@ def _stream(tok: Tokenizer, docs: list[Document], rng: np.random.Generator) -> T
         here = np.flatnonzero(newline[arr[:-1]] & heads[arr[1:]]) + 1
         tops.append(here + offset)
         offset += len(arr)
-    return TokenStream(
-        np.concatenate(pieces), np.concatenate(tops), np.array(starts), paths
-    )
+    return TokenStream(np.concatenate(pieces), np.concatenate(tops), np.array(starts), paths)
 
 
 def _strings(tok: Tokenizer) -> list[str]:
@@ -202,9 +201,7 @@ class Corpus:
         """Token frequencies of the training mixture, float64 (vocab)."""
         lib = np.bincount(self.library.tokens, minlength=vocab) / len(self.library.tokens)
         test = np.bincount(self.tests.tokens, minlength=vocab) / len(self.tests.tokens)
-        return torch.from_numpy(
-            1e6 * ((1 - self.test_share) * lib + self.test_share * test)
-        )
+        return torch.from_numpy(1e6 * ((1 - self.test_share) * lib + self.test_share * test))
 
 
 def build_corpus(tok: Tokenizer, docs: list[Document], seed: int) -> Corpus:

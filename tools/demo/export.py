@@ -4,6 +4,7 @@ Promise: metadata keys and tensor shapes are those of published deepseek4 files,
 GGUF readers can load the model; what is written is what :func:`read_params` returns.
 """
 
+# ruff: noqa: RUF001  (the special tokens contain U+FF5C)
 from __future__ import annotations
 
 import hashlib
@@ -84,7 +85,9 @@ def _add_architecture(writer: gguf.GGUFWriter, cfg: DemoConfig) -> None:
     writer.add_string(key + "rope.scaling.type", "yarn")
     writer.add_bool(key + "expert_weights_norm", True)
     writer.add_key_value(
-        key + "attention.compress_ratios", [*cfg.ratios, 0], gguf.GGUFValueType.ARRAY,
+        key + "attention.compress_ratios",
+        [*cfg.ratios, 0],
+        gguf.GGUFValueType.ARRAY,
         gguf.GGUFValueType.UINT32,
     )
     for name in ("swiglu_clamp_exp", "swiglu_clamp_shexp"):
@@ -223,5 +226,5 @@ def save_reference(
         arrays[f"tokens_{index}"] = ids.astype(np.int32)
         for key, rows in (("logits", head), ("mtp_logits", draft)):
             arrays[f"{key}_{index}"] = (rows[count - 8 : count] @ weight.T).numpy()
-    np.savez_compressed(path, **arrays)
+    np.savez_compressed(path, allow_pickle=False, **arrays)
     return {k: float(np.abs(v).max()) for k, v in arrays.items() if "logits" in k}

@@ -423,7 +423,9 @@ def sink_forward(
     return (expo / total).to(scores.dtype), sink / total
 
 
-def sink_backward(grad: Tensor, probs: Tensor, share: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def sink_backward(
+    grad: Tensor, probs: Tensor, share: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """Gradients of the scores and, unsummed (last axis 1), of the sinks."""
     wide, slope = probs.float(), grad.float()
     inner = (wide * slope).sum(-1, keepdim=True)
@@ -455,8 +457,17 @@ class SinkSoftmax(torch.autograd.Function):
         return d_scores, None, None, d_sinks.sum((0, 1, 2, 4)), None
 
 
-_PIECES = ("turn", "norm_turn", "hc_mix", "hc_gather", "hc_scatter", "hc_coefficients")
-_PIECES += ("swiglu", "sink_forward", "sink_backward")
+_PIECES = (
+    "turn",
+    "norm_turn",
+    "hc_mix",
+    "hc_gather",
+    "hc_scatter",
+    "hc_coefficients",
+    "swiglu",
+    "sink_forward",
+    "sink_backward",
+)
 
 
 def compile_pieces() -> None:
@@ -509,9 +520,7 @@ def tables(
     return _TABLES[key]
 
 
-def compress(
-    cfg: DemoConfig, p: Params, prefix: str, x: Tensor, ratio: int, mode: Mode
-) -> Tensor:
+def compress(cfg: DemoConfig, p: Params, prefix: str, x: Tensor, ratio: int, mode: Mode) -> Tensor:
     """Compressed rows (B, T // ratio, w) of x (B, T, D); rotated by their block's start."""
     value = linear(x, p[prefix + "_kv.weight"], mode).float()
     score = linear(x, p[prefix + "_gate.weight"], mode).float()
@@ -599,8 +608,9 @@ def attention(
     win, head, heads = cfg.window, cfg.head_dim, cfg.heads
     chunks = length // win
     cos, sin = tables(cfg, ratio, length, head)
-    low = rms_norm(linear(x, p[pre + "attn_q_a.weight"], mode), p[pre + "attn_q_a_norm.weight"],
-                   cfg.eps)
+    low = rms_norm(
+        linear(x, p[pre + "attn_q_a.weight"], mode), p[pre + "attn_q_a_norm.weight"], cfg.eps
+    )
     query = linear(low, p[pre + "attn_q_b.weight"], mode).view(batch, length, heads, head)
     swapped = swap_pairs(query, cfg.rope_dim)
     query = norm_turn(query, swapped, cos[:, None], sin[:, None], cfg.eps)
@@ -638,8 +648,13 @@ def attention(
         for back, old in enumerate([rows, *reversed(older[1:])]):
             shifted = F.pad(old, (0, 0, back, 0))[:, :length]
             diagonals.append(shifted)
-            parts.append((query * shifted[:, :, None]).float().sum(-1, keepdim=True)
-                         .to(mode.dtype).view(shape))
+            parts.append(
+                (query * shifted[:, :, None])
+                .float()
+                .sum(-1, keepdim=True)
+                .to(mode.dtype)
+                .view(shape)
+            )
             hidden = torch.arange(length) < back
             biases.append(torch.where(hidden, -1e30, 0.0).view(chunks, win, 1, 1))
     edge = 2 * win
@@ -760,7 +775,10 @@ def hc_open(
     """Normalised block input (M, D), post (M, N) and comb (N, N, M) of one sublayer."""
     mix = hc_mix(state.flatten(1), p[f"{pre}hc_{part}_fn.weight"], cfg.eps)
     gate, post, logits = hc_coefficients(
-        mix, p[f"{pre}hc_{part}_base.weight"], p[f"{pre}hc_{part}_scale.weight"], cfg.streams,
+        mix,
+        p[f"{pre}hc_{part}_base.weight"],
+        p[f"{pre}hc_{part}_scale.weight"],
+        cfg.streams,
         cfg.eps,
     )
     comb = Sinkhorn.apply(logits, cfg.sinkhorn, cfg.eps)
@@ -821,10 +839,12 @@ def mtp_forward(
     """
     pre = "mtp.0."
     embedded = F.embedding(tokens.flatten(), p["token_embd.weight"]).detach()
-    first = linear(rms_norm(embedded, p[pre + "enorm.weight"], cfg.eps),
-                   p[pre + "e_proj.weight"], mode).float()
-    second = linear(rms_norm(streams, p[pre + "hnorm.weight"], cfg.eps),
-                    p[pre + "h_proj.weight"], mode).float()
+    first = linear(
+        rms_norm(embedded, p[pre + "enorm.weight"], cfg.eps), p[pre + "e_proj.weight"], mode
+    ).float()
+    second = linear(
+        rms_norm(streams, p[pre + "hnorm.weight"], cfg.eps), p[pre + "h_proj.weight"], mode
+    ).float()
     state = (first[:, None] + second).to(mode.dtype)
     state, rows = layer(cfg, p, pre, 0, state, tokens, mode, trace, older)
     return state, hc_head(cfg, p, pre + "hc_head_", pre + "norm.weight", state), rows

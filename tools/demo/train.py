@@ -127,8 +127,9 @@ class Recorder:
         self.last, self.tokens = now, 0
         entry = {**values, "tokens_per_s": round(rate)}
         self.history.append(entry)
-        text = " ".join(f"{k}={v:.4g}" if k != "step" else f"step={int(v)}"
-                        for k, v in entry.items())
+        text = " ".join(
+            f"{k}={v:.4g}" if k != "step" else f"step={int(v)}" for k, v in entry.items()
+        )
         line = f"{time.strftime('%H:%M:%S')} {phase} {text}"
         print(line, flush=True)
         if self.log is not None:
@@ -145,8 +146,12 @@ def trunk_job(
     cfg: DemoConfig, params: Params, tokens: Tensor, settings: Settings
 ) -> tuple[dict[str, float], Trace]:
     """Next-token loss plus indexer loss on tokens (B, T + 1); leaves gradients in the tensors."""
-    mode = Mode(DTYPES[int(settings["low"])], settings["select"] > 0, settings["index"] > 0,
-                fake_q4 if settings["quant"] > 0 else None)
+    mode = Mode(
+        DTYPES[int(settings["low"])],
+        settings["select"] > 0,
+        settings["index"] > 0,
+        fake_q4 if settings["quant"] > 0 else None,
+    )
     trace = Trace([], {})
     _, head = model.trunk_forward(cfg, params, tokens[:, :-1], mode, trace)
     target = tokens[:, 1:].flatten()
@@ -185,8 +190,9 @@ def mtp_job(
     for depth, weight in enumerate(DEPTH_WEIGHTS):
         part = Trace([], {})
         state, head, rows = model.mtp_forward(cfg, params, state, ids, mode, part, older or None)
-        loss = ChunkedLoss.apply(head, params["output.weight"], target, position >= depth, teacher,
-                                 0.1)
+        loss = ChunkedLoss.apply(
+            head, params["output.weight"], target, position >= depth, teacher, 0.1
+        )
         total = total + weight * loss
         values[f"loss{depth + 1}"] = float(loss.detach())
         for name, load in part.loads.items():
@@ -234,7 +240,12 @@ class Team:
     """
 
     def __init__(
-        self, job: str, cfg: DemoConfig, params: Params, trained: list[str], workers: int,
+        self,
+        job: str,
+        cfg: DemoConfig,
+        params: Params,
+        trained: list[str],
+        workers: int,
         compiled: bool,
     ) -> None:
         self.job, self.cfg, self.params, self.trained = JOBS[job], cfg, params, trained
@@ -248,7 +259,8 @@ class Team:
             context = torch.multiprocessing.get_context("spawn")
             self.pipe, other = context.Pipe()
             self.process = context.Process(
-                target=_worker, args=(job, cfg, dict(params), self.grads, other, compiled),
+                target=_worker,
+                args=(job, cfg, dict(params), self.grads, other, compiled),
                 daemon=True,
             )
             self.process.start()
@@ -318,12 +330,19 @@ def train(
     saved_at = time.monotonic()
 
     def save() -> None:
-        save_checkpoint(checkpoint, {
-            "config": cfg.to_dict(), "schedule": asdict(sched), "step": step,
-            "elapsed": time.monotonic() - start, "tokens": seen, "history": history,
-            "params": {n: t.detach().clone() for n, t in own.items()},
-            "optimizer": optimizer.state_dict(),
-        })
+        save_checkpoint(
+            checkpoint,
+            {
+                "config": cfg.to_dict(),
+                "schedule": asdict(sched),
+                "step": step,
+                "elapsed": time.monotonic() - start,
+                "tokens": seen,
+                "history": history,
+                "params": {n: t.detach().clone() for n, t in own.items()},
+                "optimizer": optimizer.state_dict(),
+            },
+        )
 
     while True:
         progress = sched.progress(step, time.monotonic() - start)
@@ -333,10 +352,15 @@ def train(
         rows = max(1, sched.tokens_per_step // length)
         stage = {"trunk": 1, "mtp": 2}[job]
         tokens = corpus.batch(np.random.default_rng([sched.seed, stage, step]), rows, length)
-        values, trace = team.step(tokens, {
-            "low": float(low), "select": float(progress >= sched.select_from),
-            "index": float(step % 2 == 0), "quant": float(progress >= sched.quant_from),
-        })
+        values, trace = team.step(
+            tokens,
+            {
+                "low": float(low),
+                "select": float(progress >= sched.select_from),
+                "index": float(step % 2 == 0),
+                "quant": float(progress >= sched.quant_from),
+            },
+        )
         loss = values["loss"]
         if not np.isfinite(loss):
             raise FloatingPointError(f"loss is {loss} at step {step}")
@@ -345,18 +369,28 @@ def train(
         with torch.no_grad():
             update_bias(params, trace, sched.bias_rate * factor)
         step, seen = step + 1, seen + rows * length
-        smooth = loss if not smooth == smooth else 0.98 * smooth + 0.02 * loss
+        smooth = loss if np.isnan(smooth) else 0.98 * smooth + 0.02 * loss
         index_gap = values.pop("index_kl", index_gap)
         del values["loss"]
-        recorder.tick(job, {
-            "step": step, "tokens": seen, "loss": smooth, **values, "index_kl": index_gap,
-            "lr": factor, "progress": progress,
-        }, rows * length)
+        recorder.tick(
+            job,
+            {
+                "step": step,
+                "tokens": seen,
+                "loss": smooth,
+                **values,
+                "index_kl": index_gap,
+                "lr": factor,
+                "progress": progress,
+            },
+            rows * length,
+        )
         if time.monotonic() - saved_at > sched.save_every:
             saved_at = time.monotonic()
             worst = max(float(v.max() / v.float().mean()) for v in trace.loads.values())
-            recorder.tick(job + "-eval", {"step": step, "max_load": worst, **evaluate(params)},
-                          0, True)
+            recorder.tick(
+                job + "-eval", {"step": step, "max_load": worst, **evaluate(params)}, 0, True
+            )
             save()
     recorder.tick(job + "-end", {"step": step, "tokens": seen, **evaluate(params)}, 0, True)
     save()
