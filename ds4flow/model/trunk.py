@@ -5,7 +5,7 @@ Promise: the bits of a row do not depend on how many rows are in the pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -21,7 +21,25 @@ from ds4flow.model.rope import Rope
 from ds4flow.model.weights import MtpWeights, TrunkWeights, load_mtp, load_trunk
 from ds4flow.quants import QTensor
 
-BACKENDS = {"reference": ReferenceKernels}
+
+def _cpu_kernels(config: ModelConfig, profile: Profile) -> Kernels:
+    """The numba backend; imported when chosen, because numba takes a moment to load."""
+    try:
+        from ds4flow.kernels.cpu import CpuKernels
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in ("numba", "llvmlite"):
+            raise
+        raise UsageError(
+            f"runtime.kernels=cpu needs {error.name}, which is not installed",
+            "pip install numba, or use runtime.kernels=reference",
+        ) from error
+    return CpuKernels(config, profile)
+
+
+BACKENDS: dict[str, Callable[[ModelConfig, Profile], Kernels]] = {
+    "reference": ReferenceKernels,
+    "cpu": _cpu_kernels,
+}
 
 
 class Model:

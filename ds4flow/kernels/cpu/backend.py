@@ -1,0 +1,561 @@
+"""The numba backend: every operation of the interface is one call into compiled code.
+
+Promise: row i of an M-row call has the same bits as the row alone, for any M, thread count and CPU,
+because every output element is computed in one fixed order from its own row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from ds4flow.errors import NumericsError, UsageError
+from ds4flow.kernels.cpu import attention, experts, hyper, layout, products, rows
+from ds4flow.kernels.cpu.formats import FORMATS, lookup_tables
+from ds4flow.kernels.cpu.library import cache_folder, library, log
+from ds4flow.kernels.cpu.library import config as numba_config
+from ds4flow.kernels.cpu.records import Records, address, put, put_float, record
+from ds4flow.kernels.interface import CompressedRows, LayerRows
+from ds4flow.model.config import ModelConfig
+from ds4flow.model.profile import Profile
+from ds4flow.model.rope import BLOCK, Rope
+from ds4flow.model.weights import (
+    CompressorWeights,
+    HyperWeights,
+    IndexerWeights,
+    LayerWeights,
+)
+from ds4flow.quants import QTensor
+
+OPERATIONS: tuple[Callable[..., int], ...] = (
+    products.linear,
+    products.batch,
+    products.products_job,
+    rows.rms_norm,
+    hyper.hc_pre,
+    hyper.hc_post,
+    hyper.hc_head,
+    attention.queries,
+    attention.kv_rows,
+    attention.compress,
+    attention.index_topk,
+    attention.index_job,
+    attention.attend,
+    attention.attend_job,
+    attention.attention_output,
+    experts.moe,
+)
+SPARE = 4096  # bytes beyond the computed size of a buffer
+
+
+class Selection(list[torch.Tensor | None]):
+    """The indexer's choices, with the int64 table `[M, 1 + top_k]` that kernels read."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        counts = table[:, 0].tolist()
+        super().__init__(
+            None if n < 0 else row[1 : 1 + n] for n, row in zip(counts, table, strict=True)
+        )
+        self.table = table
+
+
+class CpuKernels:
+    """Implements `ds4flow.kernels.interface.Kernels` with numba on the weights as stored.
+
+    `threads` 0 means as many as torch uses; the bits do not depend on it.
+    """
+
+    def __init__(self, config: ModelConfig, profile: Profile, *, threads: int = 0) -> None:
+        _check(config)
+        self.config = config
+        self.profile = profile
+        self.threads = threads if threads > 0 else torch.get_num_threads()
+        self._records = Records(config, library)
+        self._ropes: dict[int, tuple[Rope, np.ndarray, list[np.ndarray]]] = {}
+        self._pools: dict[tuple[int, ...], np.ndarray] = {}
+        self._rows: dict[tuple[int, ...], np.ndarray] = {}
+        self._tables = lookup_tables()
+        self._arena = np.empty(0, dtype=np.uint8)
+        self._scratch = np.empty(0, dtype=np.uint8)
+        self._context = self._make_context()
+        self._at = address(self._context)
+        self._enter: Any = library.enter()
+
+    def _make_context(self) -> np.ndarray:
+        config, made = self.config, record(layout.CONTEXT_SIZE)
+        for field, value in (
+            (layout.CONTEXT_THREADS, self.threads),
+            (layout.CONTEXT_TABLES, address(self._tables)),
+            (layout.CONTEXT_BATCH, library.address(products.batch)),
+            (layout.CONTEXT_PRODUCTS_JOB, library.address(products.products_job)),
+            (layout.CONTEXT_ATTEND_JOB, library.address(attention.attend_job)),
+            (layout.CONTEXT_INDEX_JOB, library.address(attention.index_job)),
+            (layout.CONTEXT_DIM, config.dim),
+            (layout.CONTEXT_HEADS, config.heads),
+            (layout.CONTEXT_HEAD_DIM, config.head_dim),
+            (layout.CONTEXT_ROPE_DIM, config.rope_dim),
+            (layout.CONTEXT_Q_RANK, config.q_rank),
+            (layout.CONTEXT_GROUPS, config.groups),
+            (layout.CONTEXT_O_RANK, config.o_rank),
+            (layout.CONTEXT_WINDOW, config.window),
+            (layout.CONTEXT_INDEX_HEADS, config.index_heads),
+            (layout.CONTEXT_INDEX_DIM, config.index_dim),
+            (layout.CONTEXT_TOP_K, config.top_k),
+            (layout.CONTEXT_EXPERTS, config.experts),
+            (layout.CONTEXT_USED, config.experts_used),
+            (layout.CONTEXT_SINKHORN, config.sinkhorn),
+            (layout.CONTEXT_KV_FP8, self.profile.kv_fp8),
+            (layout.CONTEXT_INDEX_FP4, self.profile.index_fp4),
+            (layout.CONTEXT_EXPERT_NORM, config.expert_norm),
+        ):
+            put(made, field, int(value))
+        put_float(made, layout.CONTEXT_EPS, config.eps)
+        put_float(made, layout.CONTEXT_EPS_HC, config.eps_hc)
+        put_float(made, layout.CONTEXT_EXPERT_SCALE, config.expert_scale)
+        if self.threads > 1:
+            # also makes numba start its threads, which cached parallel code needs before it is
+            # loaded
+            numba.set_num_threads(min(self.threads, numba_config.NUMBA_NUM_THREADS))
+            put(made, layout.CONTEXT_RUNNER, library.address(products.runner))
+        return made
+
+    def prepare(self, weights: Sequence[QTensor]) -> None:
+        """Compile what these weights need (kept on disk) and make their records."""
+        before, seconds = library.compiled, library.seconds
+        for operation in OPERATIONS:
+            library.address(operation)
+        for weight in weights:
+            self._records.matrices(weight)
+        if library.compiled > before:
+            log.info(
+                "compiled %d CPU kernels in %.1f s; later starts load them from %s",
+                library.compiled - before,
+                library.seconds - seconds,
+                cache_folder(),
+            )
+
+    # --- buffers and records ----------------------------------------------------------------------
+
+    def _reserve(self, m: int, keys: int = 0) -> None:
+        """Make room for the temporaries of an operation on `m` rows with `keys` keys each."""
+        c = self.config
+        shared = c.expert_dim * c.experts_shared
+        pairs = m * c.experts_used
+        sizes = (
+            96 * m + 256,
+            4 * m * (c.head_dim + 4 * max(c.head_dim, c.index_dim)) + 16 * 128,
+            4 * m * c.index_heads * (c.index_dim + 1) + 8 * 2048 + 20 * keys,
+            m * (16 + 8 * keys),
+            4 * m * c.groups * c.o_rank + layout.TASK_SIZE * c.groups,
+            pairs * (4 * (2 * c.dim + 2 * c.expert_dim) + 20 + 2 * layout.TASK_SIZE)
+            + 12 * c.experts
+            + m * (8 * shared + 4 * c.experts + 64),
+        )
+        self._arena = self._room(self._arena, max(sizes) + SPARE, layout.CONTEXT_ARENA)
+        each = max(
+            8 * self._records.most_columns,
+            4 * attention.HEADS_TOGETHER * (keys + 17),
+            attention.KEYS_TOGETHER * (4 * c.index_heads + 8),
+        )
+        each = (each + SPARE) // 64 * 64
+        if each > self._context[layout.CONTEXT_SCRATCH_STRIDE // 8]:
+            self._scratch = self._room(self._scratch, each * self.threads, layout.CONTEXT_SCRATCH)
+            put(self._context, layout.CONTEXT_SCRATCH_STRIDE, each)
+
+    def _room(self, buffer: np.ndarray, size: int, field: int) -> np.ndarray:
+        if buffer.size >= size + 64:
+            return buffer
+        buffer = np.empty(size + size // 2 + 64, dtype=np.uint8)
+        put(self._context, field, (address(buffer) + 63) // 64 * 64)
+        return buffer
+
+    def _rope(self, rope: Rope, last: int) -> int:
+        """Address of a record that points to the rotary tables of all positions below `last`."""
+        entry = self._ropes.get(id(rope))
+        if entry is None:
+            entry = (rope, record(8), [np.empty((0, 2), dtype=np.int64)])
+            self._ropes[id(rope)] = entry
+        _, made, tables = entry
+        have, want = tables[0].shape[0], (last + BLOCK - 1) // BLOCK
+        if want > have:
+            grown = np.empty((want, 2), dtype=np.int64)
+            grown[:have] = tables[0]
+            for index in range(have, want):
+                cos, sin = rope.block(index)  # the Rope keeps them
+                grown[index] = cos.data_ptr(), sin.data_ptr()
+            tables[0] = grown
+            put(made, 0, address(grown))
+        return address(made)
+
+    def _pool(self, compressed: CompressedRows) -> int:
+        """Address of the record of a compressor's buffers."""
+        values, pool = compressed.values, compressed.pool
+        width = pool.shape[-1]
+        key = (
+            values.data_ptr(),
+            compressed.scores.data_ptr(),
+            pool.data_ptr(),
+            compressed.ratio,
+            values.shape[0],
+            width,
+            values.shape[-1],
+        )
+        made = self._pools.get(key)
+        if made is None:
+            made = record(layout.POOL_SIZE)
+            for field, value in (
+                (layout.POOL_VALUES, key[0]),
+                (layout.POOL_SCORES, key[1]),
+                (layout.POOL_ROWS, key[2]),
+                (layout.POOL_RATIO, compressed.ratio),
+                (layout.POOL_SLOTS, values.shape[0]),
+                (layout.POOL_WIDTH, width),
+                (layout.POOL_OVERLAPPING, int(values.shape[-1] == 2 * width)),
+            ):
+                put(made, field, value)
+            if len(self._pools) > 4096:
+                self._pools.clear()
+            self._pools[key] = made
+        return address(made)
+
+    def _cache_rows(self, rows: LayerRows) -> int:
+        """Address of the record of a layer's cache rows."""
+        window = rows.window
+        pool = 0 if rows.compressed is None else self._pool(rows.compressed)
+        key = (window.data_ptr(), window.shape[0], pool)
+        made = self._rows.get(key)
+        if made is None:
+            made = np.array(key, dtype=np.int64)
+            if len(self._rows) > 4096:
+                self._rows.clear()
+            self._rows[key] = made
+        return address(made)
+
+    # --- matrix products --------------------------------------------------------------------------
+
+    def embed(self, weight: QTensor, tokens: Sequence[int]) -> torch.Tensor:
+        """Embedding rows `[M, D]`, float32."""
+        if weight.type not in FORMATS or weight.data.stride(-1) != 1:
+            return weight.rows(list(tokens))
+        ids = np.array(tokens, dtype=np.int64)
+        rows_, columns = weight.shape
+        if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= rows_):
+            raise IndexError(f"token ids must lie in 0 .. {rows_ - 1}")
+        out = torch.empty((len(ids), columns))
+        data = weight.data
+        self._enter(
+            library.address(products.ROW_LOOKUPS[weight.type]),
+            address(ids),
+            len(ids),
+            columns // 16,
+            data.data_ptr(),
+            data.stride(0) * data.element_size(),
+            out.data_ptr(),
+            address(self._tables),
+            0,
+            0,
+        )
+        return out
+
+    def linear(self, x: torch.Tensor, weight: QTensor) -> torch.Tensor:
+        """`x [M, in]` times the transposed weight `(out, in)`: `[M, out]`."""
+        x = x.contiguous()
+        m = x.shape[0]
+        matrix = self._records.matrix(weight)
+        self._reserve(m)
+        out = torch.empty((m, weight.shape[0]))
+        arena = int(self._context[layout.CONTEXT_ARENA // 8])
+        kernel = library.address(products.linear)
+        self._enter(kernel, self._at, arena, matrix, x.data_ptr(), m, out.data_ptr(), 0, 0, 0)
+        return out
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """Root-mean-square norm over the last axis."""
+        x = x.contiguous()
+        width = x.shape[-1]
+        out = torch.empty_like(x)
+        if weight is not None:
+            weight = weight.contiguous()
+        self._enter(
+            library.address(rows.rms_norm),
+            self._at,
+            x.data_ptr(),
+            x.numel() // width,
+            width,
+            0 if weight is None else weight.data_ptr(),
+            out.data_ptr(),
+            0,
+            0,
+            0,
+        )
+        return out
+
+    # --- hyper-connections ------------------------------------------------------------------------
+
+    def hc_pre(
+        self, streams: torch.Tensor, hyper_: HyperWeights, norm: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Normalised input `[M, D]` of a block, `post [M, N]` and `comb [M, N, N]`."""
+        streams = streams.contiguous()
+        m, n, dim = streams.shape
+        made = self._records.hyper(hyper_, norm)
+        self._reserve(m)
+        x, post, comb = torch.empty((m, dim)), torch.empty((m, n)), torch.empty((m, n, n))
+        self._enter(
+            library.address(hyper.hc_pre),
+            self._at,
+            made,
+            streams.data_ptr(),
+            m,
+            x.data_ptr(),
+            post.data_ptr(),
+            comb.data_ptr(),
+            0,
+            0,
+        )
+        return x, post, comb
+
+    def hc_post(
+        self, block: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
+    ) -> torch.Tensor:
+        """New streams: stream j gets `post_j * block` plus old streams by column j of `comb`."""
+        block, streams = block.contiguous(), streams.contiguous()
+        post, comb = post.contiguous(), comb.contiguous()
+        out = torch.empty_like(streams)
+        self._enter(
+            library.address(hyper.hc_post),
+            self._at,
+            block.data_ptr(),
+            streams.data_ptr(),
+            post.data_ptr(),
+            comb.data_ptr(),
+            streams.shape[0],
+            out.data_ptr(),
+            0,
+            0,
+        )
+        return out
+
+    def hc_head(
+        self, streams: torch.Tensor, hyper_: HyperWeights, norm: torch.Tensor
+    ) -> torch.Tensor:
+        """Collapse the streams for an output head: normalised `[M, D]`."""
+        streams = streams.contiguous()
+        m, _, dim = streams.shape
+        made = self._records.hyper(hyper_, norm)
+        self._reserve(m)
+        out = torch.empty((m, dim))
+        kernel = library.address(hyper.hc_head)
+        self._enter(kernel, self._at, made, streams.data_ptr(), m, out.data_ptr(), 0, 0, 0, 0)
+        return out
+
+    # --- attention --------------------------------------------------------------------------------
+
+    def kv_rows(
+        self, x: torch.Tensor, layer: LayerWeights, rope: Rope, window: torch.Tensor, start: int
+    ) -> None:
+        """Write the KV rows of `x [M, D]` to the window ring."""
+        x = x.contiguous()
+        m = x.shape[0]
+        made = self._records.attention(layer)
+        self._reserve(m)
+        self._enter(
+            library.address(attention.kv_rows),
+            self._at,
+            made,
+            x.data_ptr(),
+            m,
+            start,
+            self._rope(rope, start + m),
+            window.data_ptr(),
+            window.shape[0],
+            0,
+        )
+
+    def queries(
+        self, x: torch.Tensor, layer: LayerWeights, rope: Rope, start: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotated queries `[M, H, d]` and the low-rank query `[M, Q]`."""
+        x = x.contiguous()
+        m, c = x.shape[0], self.config
+        made = self._records.attention(layer)
+        self._reserve(m)
+        q, low_rank = torch.empty((m, c.heads, c.head_dim)), torch.empty((m, c.q_rank))
+        self._enter(
+            library.address(attention.queries),
+            self._at,
+            made,
+            x.data_ptr(),
+            m,
+            start,
+            self._rope(rope, start + m),
+            q.data_ptr(),
+            low_rank.data_ptr(),
+            0,
+        )
+        return q, low_rank
+
+    def compress(
+        self,
+        x: torch.Tensor,
+        weights: CompressorWeights,
+        rows: CompressedRows,
+        rope: Rope,
+        start: int,
+        *,
+        index: bool,
+    ) -> None:
+        """Write the projections of each position and every row whose block is finished by them."""
+        x = x.contiguous()
+        m = x.shape[0]
+        made = self._records.compressor(weights)
+        self._reserve(m)
+        self._enter(
+            library.address(attention.compress),
+            self._at,
+            made,
+            self._pool(rows),
+            x.data_ptr(),
+            m,
+            start,
+            self._rope(rope, start + m),
+            int(index),
+            0,
+        )
+
+    def index_topk(
+        self,
+        x: torch.Tensor,
+        low_rank: torch.Tensor,
+        weights: IndexerWeights,
+        rows: CompressedRows,
+        rope: Rope,
+        start: int,
+    ) -> list[torch.Tensor | None]:
+        """Per row the ascending block numbers to attend, or None for all visible ones."""
+        m, most = x.shape[0], self.config.top_k
+        visible = (start + m) // rows.ratio
+        if visible <= most:
+            return [None] * m
+        x, low_rank = x.contiguous(), low_rank.contiguous()
+        made = self._records.indexer(weights)
+        self._reserve(m, visible)
+        table = torch.empty((m, 1 + most), dtype=torch.int64)
+        self._enter(
+            library.address(attention.index_topk),
+            self._at,
+            made,
+            self._pool(rows),
+            x.data_ptr(),
+            low_rank.data_ptr(),
+            m,
+            start,
+            self._rope(rope, start + m),
+            table.data_ptr(),
+        )
+        return Selection(table)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        layer: LayerWeights,
+        rows: LayerRows,
+        rope: Rope,
+        start: int,
+        selected: list[torch.Tensor | None] | None,
+    ) -> torch.Tensor:
+        """Sink attention over window and compressed rows, de-rotated: `[M, H, d]`."""
+        q = q.contiguous()
+        m, c = q.shape[0], self.config
+        table = self._selection(selected)
+        keys = min(c.window, start + m)
+        if rows.compressed is not None:
+            visible = (start + m) // rows.compressed.ratio
+            keys += visible if table is None else max(c.top_k, table.shape[1])
+        made = self._records.attention(layer)
+        self._reserve(m, keys)
+        out = torch.empty_like(q)
+        self._enter(
+            library.address(attention.attend),
+            self._at,
+            made,
+            self._cache_rows(rows),
+            q.data_ptr(),
+            m,
+            start,
+            self._rope(rope, start + m),
+            0 if table is None else table.data_ptr(),
+            out.data_ptr(),
+        )
+        return out
+
+    def _selection(self, selected: list[torch.Tensor | None] | None) -> torch.Tensor | None:
+        """The table of a selection, None when every row attends all visible blocks."""
+        if isinstance(selected, Selection):
+            return selected.table
+        if selected is None or all(choice is None for choice in selected):
+            return None
+        table = torch.zeros((len(selected), 1 + self.config.top_k), dtype=torch.int64)
+        for row, choice in zip(table, selected, strict=True):
+            row[0] = -1 if choice is None else len(choice)
+            if choice is not None:
+                row[1 : 1 + len(choice)] = choice
+        return table
+
+    def attention_output(self, heads: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
+        """Grouped low-rank output projection of `[M, H, d]`: `[M, D]`."""
+        heads = heads.contiguous()
+        m = heads.shape[0]
+        made = self._records.attention(layer)
+        self._reserve(m)
+        out = torch.empty((m, self.config.dim))
+        kernel = library.address(attention.attention_output)
+        self._enter(kernel, self._at, made, heads.data_ptr(), m, out.data_ptr(), 0, 0, 0, 0)
+        return out
+
+    # --- mixture of experts -----------------------------------------------------------------------
+
+    def moe(self, x: torch.Tensor, tokens: Sequence[int], layer: LayerWeights) -> torch.Tensor:
+        """Routed experts plus the shared expert: `[M, D]`."""
+        x = x.contiguous()
+        m = x.shape[0]
+        made = self._records.experts(layer)
+        self._reserve(m)
+        ids = np.array(tokens, dtype=np.int64)
+        out = torch.empty_like(x)
+        failed = self._enter(
+            library.address(experts.moe),
+            self._at,
+            made,
+            x.data_ptr(),
+            address(ids),
+            m,
+            out.data_ptr(),
+            0,
+            0,
+            0,
+        )
+        if failed:
+            raise NumericsError(f"layer {layer.index}: the router's scores are not finite")
+        return out
+
+
+def _check(config: ModelConfig) -> None:
+    """Refuse dimensions that do not fit the kernels' vectors."""
+    if config.streams != hyper.STREAMS:
+        raise UsageError(
+            f"runtime.kernels=cpu: the model has {config.streams} streams, the kernels handle "
+            f"{hyper.STREAMS}",
+            "use runtime.kernels=reference",
+        )
+    for name in ("dim", "head_dim", "rope_dim", "q_rank", "index_dim", "expert_dim", "o_rank"):
+        value = getattr(config, name)
+        if value % 16:
+            raise UsageError(
+                f"runtime.kernels=cpu: the model's {name} is {value}, not a multiple of 16",
+                "use runtime.kernels=reference",
+            )

@@ -1,0 +1,109 @@
+"""Where things lie in the int64 records that Python fills and the kernels read (byte offsets)."""
+
+from __future__ import annotations
+
+
+def _fields(count: int) -> range:
+    return range(0, 8 * count, 8)
+
+
+# matrix: product kernel, address of row 0, bytes of a row, rows, columns, 1 when it takes int8 rows
+MATRIX_KERNEL, MATRIX_ADDRESS, MATRIX_STRIDE, MATRIX_ROWS, MATRIX_COLUMNS, MATRIX_INT8 = _fields(6)
+MATRIX_SIZE = 48
+
+# one matrix product of a batch: matrix, x, bytes of its rows, rows, y, bytes of its rows
+TASK_MATRIX, TASK_X, TASK_X_STRIDE, TASK_COUNT, TASK_Y, TASK_Y_STRIDE = _fields(6)
+TASK_SIZE = 48
+
+# the context that every kernel gets first
+(
+    CONTEXT_THREADS,
+    CONTEXT_RUNNER,
+    CONTEXT_BATCH,
+    CONTEXT_PRODUCTS_JOB,
+    CONTEXT_ATTEND_JOB,
+    CONTEXT_INDEX_JOB,
+    CONTEXT_TABLES,
+    CONTEXT_SCRATCH,
+    CONTEXT_SCRATCH_STRIDE,
+    CONTEXT_ARENA,
+    CONTEXT_INT8,
+    CONTEXT_JOB,
+    CONTEXT_DIM,
+    CONTEXT_HEADS,
+    CONTEXT_HEAD_DIM,
+    CONTEXT_ROPE_DIM,
+    CONTEXT_Q_RANK,
+    CONTEXT_GROUPS,
+    CONTEXT_O_RANK,
+    CONTEXT_WINDOW,
+    CONTEXT_INDEX_HEADS,
+    CONTEXT_INDEX_DIM,
+    CONTEXT_TOP_K,
+    CONTEXT_EXPERTS,
+    CONTEXT_USED,
+    CONTEXT_SINKHORN,
+    CONTEXT_KV_FP8,
+    CONTEXT_INDEX_FP4,
+    CONTEXT_EXPERT_NORM,
+    CONTEXT_EPS,  # from here on: float32 in the low half
+    CONTEXT_EPS_HC,
+    CONTEXT_EXPERT_SCALE,
+    CONTEXT_JOB_FIELDS,  # room for the arguments of a parallel job
+) = _fields(33)
+CONTEXT_SIZE = CONTEXT_JOB_FIELDS + 8 * 16
+
+# hyper-connection: matrix, 24 (or 4, padded to 16) scales and bases, norm weight
+HYPER_MATRIX, HYPER_SCALE, HYPER_BASE, HYPER_NORM = _fields(4)
+HYPER_SIZE = 32
+
+# attention part of a layer
+(
+    ATTENTION_Q_A,
+    ATTENTION_Q_A_NORM,
+    ATTENTION_Q_B,
+    ATTENTION_KV,
+    ATTENTION_KV_NORM,
+    ATTENTION_SINKS,
+    ATTENTION_OUT_A,  # an array of one matrix per group
+    ATTENTION_OUT_B,
+) = _fields(8)
+ATTENTION_SIZE = 64
+
+# compressor, and the buffers it writes
+COMPRESSOR_KV, COMPRESSOR_GATE, COMPRESSOR_APE, COMPRESSOR_NORM = _fields(4)
+COMPRESSOR_SIZE = 32
+(
+    POOL_RATIO,
+    POOL_SLOTS,
+    POOL_WIDTH,
+    POOL_OVERLAPPING,
+    POOL_VALUES,
+    POOL_SCORES,
+    POOL_ROWS,
+) = _fields(7)
+POOL_SIZE = 56
+
+# cache rows of a layer: window ring and its length, pool record or 0
+ROWS_WINDOW, ROWS_SLOTS, ROWS_POOL = _fields(3)
+ROWS_SIZE = 24
+
+# indexer
+INDEXER_Q_B, INDEXER_PROJ = _fields(2)
+INDEXER_SIZE = 16
+
+# mixture of experts; `0` for an absent bias or table; gate, up and down are arrays of matrices
+(
+    MOE_ROUTER,
+    MOE_BIAS,
+    MOE_TABLE,
+    MOE_GATE,
+    MOE_UP,
+    MOE_DOWN,
+    MOE_SHARED_GATE,
+    MOE_SHARED_UP,
+    MOE_SHARED_DOWN,
+    MOE_CLAMP,  # float32
+    MOE_CLAMP_SHARED,  # float32
+) = _fields(11)
+MOE_SIZE = 88

@@ -1,0 +1,267 @@
+"""Matrix products as register tiles: a few weight rows times a few activation rows.
+
+The bits of one output element depend on its weight row and its activation row only: 16-lane partial
+sums, even vectors into one and odd vectors into another, added up by `tree_sum`. Tile shapes are
+for speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from llvmlite import ir  # type: ignore[import-untyped]
+
+from ds4flow.kernels.cpu.emit import (
+    F32,
+    I64,
+    LANES,
+    V16F,
+    Builder,
+    Value,
+    Variables,
+    constant,
+    fma,
+    load,
+    loop,
+    offset,
+    splat,
+    store,
+    tree_sum,
+)
+from ds4flow.kernels.cpu.formats import BY_KIND, Format, Target
+
+ROWS = 4  # activation rows of the largest tile
+COLUMNS = 2  # weight rows of a tile over decoded rows
+CHAINS = 2  # partial sums of an output element
+VOID = ir.VoidType()
+
+
+def function(
+    b: Builder, name: str, count: int, body: Callable[[Builder, Sequence[Value]], None]
+) -> Value:
+    """A private function of `count` i64 arguments in the module under construction, made once."""
+    existing = b.module.globals.get(name)
+    if existing is not None:
+        return existing
+    made = ir.Function(b.module, ir.FunctionType(VOID, [I64] * count), name)
+    made.linkage = "internal"
+    made.attributes.add("noinline")
+    inner = ir.IRBuilder(made.append_basic_block("entry"))
+    # the entry block holds stack slots only
+    start = made.append_basic_block("start")
+    inner.branch(start)
+    inner.position_at_end(start)
+    body(inner, made.args)
+    inner.ret_void()
+    return made
+
+
+def tile(b: Builder, form: Format, target: Target, weights: int, rows: int) -> Value:
+    """The tile function of `weights` weight rows and `rows` activation rows.
+
+    Arguments (i64): the address of each weight row, of activation row 0 and its stride, of output
+    (0, 0) and its row stride, the number of 16-weight vectors, and the lookup tables.
+    """
+
+    def body(inner: Builder, arguments: Sequence[Value]) -> None:
+        _tile_body(inner, form, target, weights, rows, arguments)
+
+    return function(b, f"tile_{form.name}_{weights}_{rows}", weights + 6, body)
+
+
+def _tile_body(
+    b: Builder, form: Format, target: Target, weights: int, rows: int, arguments: Sequence[Value]
+) -> None:
+    starts = arguments[:weights]
+    x, x_stride, y, y_stride, vectors, tables = arguments[weights:]
+    inputs = [b.add(x, b.mul(x_stride, I64(m))) if m else x for m in range(rows)]
+    sums = Variables(b, V16F, CHAINS * weights * rows, constant(V16F, 0.0))
+
+    def accumulate(blocks: list[Value], byte: Value, count: int) -> None:
+        """Add `count` blocks' vectors; `byte` is where their activations start."""
+        for block in range(count):
+            decoders = [
+                form.decode(b, offset(b, start, block * form.size), tables, target)
+                for start in blocks
+            ]
+            for part in range(form.weights // LANES):
+                decoded = [next(decoder) for decoder in decoders]
+                number = block * (form.weights // LANES) + part
+                for m, row in enumerate(inputs):
+                    values = load(b, b.add(row, byte), V16F, 64 * number)
+                    for n, weight in enumerate(decoded):
+                        place = CHAINS * (m * weights + n) + number % CHAINS
+                        sums[place] = fma(b, weight, values, sums[place])
+
+    per_step = max(form.weights, CHAINS * LANES) // LANES  # vectors of one loop step
+    blocks_per_step = per_step * LANES // form.weights
+    steps = b.lshr(vectors, I64(per_step.bit_length() - 1))
+    with loop(b, I64(0), steps) as step:
+        at = b.mul(step, I64(blocks_per_step * form.size))
+        accumulate(
+            [b.add(start, at) for start in starts],
+            b.mul(step, I64(per_step * LANES * 4)),
+            blocks_per_step,
+        )
+    if blocks_per_step > 1:  # an odd last vector
+        rest = b.icmp_signed("<", b.mul(steps, I64(per_step)), vectors)
+        with b.if_then(rest):
+            at = b.mul(steps, I64(blocks_per_step * form.size))
+            accumulate(
+                [b.add(start, at) for start in starts],
+                b.mul(steps, I64(per_step * LANES * 4)),
+                1,
+            )
+    for m in range(rows):
+        for n in range(weights):
+            place = CHAINS * (m * weights + n)
+            total = tree_sum(b, b.fadd(sums[place], sums[place + 1]))
+            store(b, total, b.add(y, b.mul(y_stride, I64(m))), 4 * n)
+
+
+def decoder(b: Builder, form: Format, target: Target) -> Value:
+    """The function that decodes one row: its address, the output, the vectors, the tables."""
+
+    def body(inner: Builder, arguments: Sequence[Value]) -> None:
+        row, out, vectors, tables = arguments
+        parts = form.weights // LANES
+        blocks = inner.lshr(vectors, I64(parts.bit_length() - 1))
+        with loop(inner, I64(0), blocks) as block:
+            at = inner.add(out, inner.mul(block, I64(form.weights * 4)))
+            start = inner.add(row, inner.mul(block, I64(form.size)))
+            for part, weight in enumerate(form.decode(inner, start, tables, target)):
+                store(inner, weight, at, 64 * part)
+
+    return function(b, f"decode_{form.name}", 4, body)
+
+
+def groups(b: Builder, count: Value, size: int, run: Callable[[int, Value], None]) -> None:
+    """Emit `run(size, first)` for groups of `size` out of `count` and for the rest."""
+    full = b.sdiv(count, I64(size))
+    with loop(b, I64(0), full) as i:
+        run(size, b.mul(i, I64(size)))
+    first = b.mul(full, I64(size))
+    rest = b.sub(count, first)
+    for fewer in range(1, size):
+        with b.if_then(b.icmp_signed("==", rest, I64(fewer))):
+            run(fewer, first)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Activation and output rows of a product: addresses, strides in bytes, number of rows."""
+
+    x: Value
+    x_stride: Value
+    count: Value
+    y: Value
+    y_stride: Value
+    vectors: Value
+    tables: Value
+
+    def times(
+        self, b: Builder, form: Format, target: Target, weights: list[Value], column: Value
+    ) -> None:
+        """Multiply all rows with the weight rows at some addresses, from `column` on."""
+        out = b.add(self.y, b.shl(column, I64(2)))
+
+        def run(size: int, m: Value) -> None:
+            start = b.add(self.x, b.mul(m, self.x_stride))
+            place = b.add(out, b.mul(m, self.y_stride))
+            made = tile(b, form, target, len(weights), size)
+            shared = (start, self.x_stride, place, self.y_stride, self.vectors, self.tables)
+            b.call(made, (*weights, *shared))
+
+        groups(b, self.count, ROWS, run)
+
+
+def emit_product(b: Builder, form: Format, target: Target, arguments: Sequence[Value]) -> None:
+    """Output columns `first .. last-1` of `y [m, n] = x [m, k] @ weights.T`.
+
+    Arguments (i64): weights and their row stride, k, x, its row stride, m, y, its row stride,
+    first, last, scratch (room for two decoded rows), tables. Strides are in bytes. Up to four
+    activation rows use each weight vector as soon as it is decoded; more use rows decoded into
+    `scratch`.
+    """
+    weights, stride, k, x, x_stride, count, y, y_stride, first, last, scratch, tables = arguments
+    plain = BY_KIND[0]
+    vectors = b.lshr(k, I64(4))
+    rows = Rows(x, x_stride, count, y, y_stride, vectors, tables)
+
+    def buffered(size: int, n: Value) -> None:
+        n = b.add(first, n)
+        decoded = []
+        for i in range(size):
+            row = b.add(weights, b.mul(b.add(n, I64(i)), stride))
+            if form is not plain:
+                buffer = b.add(scratch, b.mul(b.shl(vectors, I64(6)), I64(i)))
+                b.call(decoder(b, form, target), (row, buffer, vectors, tables))
+                row = buffer
+            decoded.append(row)
+        rows.times(b, plain, target, decoded, n)
+
+    few = b.icmp_signed("<=", count, I64(ROWS))
+    with b.if_else(few) as (fused, many):
+        with fused, loop(b, first, last) as n:
+            rows.times(b, form, target, [b.add(weights, b.mul(n, stride))], n)
+        with many:
+            groups(b, b.sub(last, first), COLUMNS, buffered)
+
+
+def emit_scores(b: Builder, target: Target, arguments: Sequence[Value]) -> None:
+    """`y [m, n] = x [m, k] @ rows.T` for float32 rows at the addresses in a list.
+
+    Arguments (i64): the address list, the number of rows, k, x, its stride, m, y, its stride.
+    """
+    listed, length, k, x, x_stride, count, y, y_stride = arguments
+    rows = Rows(x, x_stride, count, y, y_stride, b.lshr(k, I64(4)), I64(0))
+
+    def run(size: int, n: Value) -> None:
+        at = b.add(listed, b.shl(n, I64(3)))
+        rows.times(b, BY_KIND[0], target, [load(b, at, I64, 8 * i) for i in range(size)], n)
+
+    groups(b, length, COLUMNS, run)
+
+
+def emit_blend(b: Builder, target: Target, arguments: Sequence[Value]) -> None:
+    """`y [m, k] = w [m, n] @ rows` for float32 rows at listed addresses, added in order.
+
+    Arguments (i64): the address list, n, k, w, its stride, m, y, its stride.
+    """
+    listed, length, k, w, w_stride, count, y, y_stride = arguments
+
+    def chunk(vectors: int, first: Value) -> None:
+        byte = b.shl(first, I64(6))
+
+        def run(rows: int, m: Value) -> None:
+            weights = b.add(w, b.mul(m, w_stride))
+            out = b.add(b.add(y, byte), b.mul(m, y_stride))
+            made = _blend_tile(b, rows, vectors)
+            b.call(made, (listed, length, byte, weights, w_stride, out, y_stride))
+
+        groups(b, count, ROWS, run)
+
+    groups(b, b.lshr(k, I64(4)), 4, chunk)
+
+
+def _blend_tile(b: Builder, rows: int, vectors: int) -> Value:
+    def body(inner: Builder, arguments: Sequence[Value]) -> None:
+        listed, length, byte, w, w_stride, y, y_stride = arguments
+        sums = Variables(inner, V16F, rows * vectors, constant(V16F, 0.0))
+        weights = [inner.add(w, inner.mul(w_stride, I64(m))) for m in range(rows)]
+        with loop(inner, I64(0), length) as i:
+            row = inner.add(load(inner, inner.add(listed, inner.shl(i, I64(3))), I64), byte)
+            values = [load(inner, row, V16F, 64 * v) for v in range(vectors)]
+            for m in range(rows):
+                at = inner.add(weights[m], inner.shl(i, I64(2)))
+                weight = splat(inner, load(inner, at, F32))
+                for v in range(vectors):
+                    place = m * vectors + v
+                    sums[place] = fma(inner, weight, values[v], sums[place])
+        for m in range(rows):
+            out = inner.add(y, inner.mul(y_stride, I64(m)))
+            for v in range(vectors):
+                store(inner, sums[m * vectors + v], out, 64 * v)
+
+    return function(b, f"blend_{rows}_{vectors}", 7, body)
