@@ -79,6 +79,7 @@ def mtp_schedule(minutes: float) -> Schedule:
         long_from=2.0,
         quant_from=0.7,
         decay_from=0.3,
+        warmup=30,
         muon_lr=0.01,
         adam_lr=0.002,
     )
