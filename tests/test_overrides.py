@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import example, given
 from hypothesis import strategies as st
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from ds4flow.env import Variable
@@ -17,7 +17,7 @@ TEXTS = st.text() | st.text(alphabet="\\'\"${}, =[](:)\n ~+x", max_size=12)
 
 @given(TEXTS)
 @example("def f(x): return {x}")
-@example("it's \"quoted\" \\")
+@example('it\'s "quoted" \\')
 @example("\\\\'\\")
 @example("\\${x} ${y} \\\\${z} ${")
 @example(" leading and trailing ")
@@ -38,7 +38,8 @@ def test_a_text_arrives_unchanged(text: str) -> None:
 @given(TEXTS)
 def test_a_single_stop_string_is_literal_too(text: str) -> None:
     override = OverridesParser.create().parse_override(f"commit.stop=[{quoted(text)}]")
-    assert OmegaConf.create({"stop": override.value()}).stop == [text]
+    config = OmegaConf.create({"stop": override.value()})
+    assert OmegaConf.to_container(config, resolve=True) == {"stop": [text]}
 
 
 def test_only_free_text_keys_are_quoted() -> None:
