@@ -94,3 +94,19 @@ def weight_traffic(
 def selects(config: ModelConfig, position: int) -> bool:
     """Whether the indexer has more compressed rows than it keeps at `position`."""
     return 4 in config.ratios and (position + 1) // 4 > config.top_k
+
+
+def kv_traffic(config: ModelConfig, position: int, *, item_bytes: int = 4) -> float:
+    """Cache bytes that one row at `position` reads: window, compressed and indexer rows.
+
+    `item_bytes`: of one stored channel; the cache of this program holds float32.
+    """
+    rows = config.layers * min(position + 1, config.window)
+    indexed = 0
+    for ratio in config.ratios[: config.layers]:
+        visible = (position + 1) // ratio if ratio else 0
+        if ratio == 4 and visible > config.top_k:
+            indexed += visible
+            visible = config.top_k
+        rows += visible
+    return float(item_bytes * (rows * config.head_dim + indexed * config.index_dim))

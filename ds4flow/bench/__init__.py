@@ -1,0 +1,1 @@
+"""Measuring: speed, cost of passes, speculation against greedy decoding, and other engines."""

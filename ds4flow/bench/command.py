@@ -1,0 +1,297 @@
+"""`ds4flow bench`: what to measure, in which order, and where the report goes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from ds4flow import chat, origin
+from ds4flow.bench.decoding import AUTO_MAX, Arm, measure_decoding, measure_peer
+from ds4flow.bench.engine import Engine
+from ds4flow.bench.machine import measure_start, read_bandwidth
+from ds4flow.bench.output import csv_text, json_text, show, write_text
+from ds4flow.bench.passes import measure_contexts, measure_matmuls, measure_widths
+from ds4flow.bench.peer import check_peer
+from ds4flow.bench.results import MachineResult, Report, StartResult
+from ds4flow.bench.samples import Samples
+from ds4flow.bench.settings import Say, Settings, random_tokens
+from ds4flow.errors import UsageError, near_match
+from ds4flow.gguf import GgufFile
+from ds4flow.model.trunk import BACKENDS
+from ds4flow.model.weights import find_mtp_layout
+from ds4flow.tokenizer import Tokenizer
+
+SECTIONS = ("machine", "start", "speed", "verify", "products", "decoding")
+PROMPT_TOKENS = 64  # of a random prompt
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Everything that can be asked of `ds4flow bench`; lists as text, the way they are typed."""
+
+    model: str = ""
+    mtp: str | None = None
+    kernels: str = "auto"
+    profile: str = "official"
+    threads: str = "1"
+    only: str = ""  # sections, all when empty
+    contexts: str = "64,1024"
+    widths: str = "1-8"
+    width_context: int = 1024
+    drafts: str = "1,2,auto"
+    oracle: tuple[str, ...] = ("0.8,0.8",)  # rates by position; as many drafts as rates
+    prompts: tuple[str, ...] = ()  # texts; one of random tokens when empty
+    peer: str | None = None
+    cold: bool = False  # also a start with an empty cache of compiled kernels
+    check: bool = True  # compare speculation with greedy bit by bit
+    json: str | None = None
+    csv: str | None = None
+    settings: Settings = field(default_factory=Settings)
+
+
+def bench_command(options: BenchOptions) -> int:
+    """Measure, print tables on stdout and progress on stderr, write the files; the exit code.
+
+    Raises UsageError before anything is measured when the options make no sense, Ds4FlowError
+    when a file cannot be used or written.
+    """
+    plan = _Plan.of(options)
+    screen = Console(stderr=True)
+    with screen.status("opening the model") as status:
+        report = measure(plan, say=status.update)
+    show(report, Console())
+    if options.json:
+        write_text(Path(options.json), json_text(report))
+    if options.csv:
+        write_text(Path(options.csv), csv_text(report))
+    return 0
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Checked options."""
+
+    main: GgufFile
+    mtp: GgufFile | None
+    kernels: str
+    profile: str
+    threads: tuple[int, ...]
+    sections: tuple[str, ...]
+    contexts: tuple[int, ...]
+    widths: tuple[int, ...]
+    width_context: int
+    arms: tuple[Arm, ...]
+    prompts: tuple[str, ...]
+    peer: str | None
+    cold: bool
+    check: bool
+    settings: Settings
+
+    @classmethod
+    def of(cls, options: BenchOptions) -> _Plan:
+        if options.peer is not None:
+            check_peer(options.peer)
+        threads = numbers("threads", options.threads, low=1)
+        sections = _sections(options.only)
+        main = GgufFile.open(options.model)
+        mtp = None if options.mtp is None else GgufFile.open(options.mtp)
+        if mtp is None and find_mtp_layout(main) is not None:
+            mtp = main
+        return cls(
+            main=main,
+            mtp=mtp,
+            kernels=_kernels(options.kernels),
+            profile=options.profile,
+            threads=threads,
+            sections=sections,
+            contexts=numbers("contexts", options.contexts, low=1),
+            widths=numbers("widths", options.widths, low=1),
+            width_context=options.width_context,
+            arms=_arms(options, drafting=mtp is not None),
+            prompts=options.prompts,
+            peer=options.peer,
+            cold=options.cold,
+            check=options.check,
+            settings=options.settings,
+        )
+
+
+def measure(plan: _Plan, *, say: Say) -> Report:
+    """Everything that the plan asks for, one number of threads after another."""
+    settings = plan.settings
+    report = Report(_facts(plan))
+    for threads in plan.threads:
+
+        def tell(text: str, n: int = threads) -> None:
+            say(f"{n} thread{'s' if n > 1 else ''}, {text}")
+
+        bandwidth: Samples | None = None
+        if "machine" in plan.sections:
+            tell("read bandwidth")
+            bandwidth = read_bandwidth(threads, repeats=settings.repeats)
+            report.results.append(MachineResult(threads, bandwidth))
+        if "start" in plan.sections:
+            report.results.append(_starts(plan, threads, tell))
+        if not {"speed", "verify", "products", "decoding"} & set(plan.sections) and not plan.peer:
+            continue
+        tell("loading the model and its kernels")
+        engine = Engine.load(
+            plan.main, plan.mtp, kernels=plan.kernels, profile=plan.profile, threads=threads
+        )
+        _measure_engine(plan, engine, bandwidth, report, tell)
+    return report
+
+
+def _measure_engine(
+    plan: _Plan, engine: Engine, bandwidth: Samples | None, report: Report, say: Say
+) -> None:
+    settings = plan.settings
+    if "speed" in plan.sections:
+        report.results += measure_contexts(
+            engine, plan.contexts, settings, bandwidth=bandwidth, say=say
+        )
+    if "verify" in plan.sections:
+        report.results += measure_widths(
+            engine, plan.widths, settings, context=plan.width_context, say=say
+        )
+    if "products" in plan.sections:
+        for rows in (1, 3):
+            report.results += measure_matmuls(
+                engine, settings, rows=rows, bandwidth=bandwidth, say=say
+            )
+    prompts = _prompt_ids(plan, engine)
+    if "decoding" in plan.sections:
+        report.results += measure_decoding(
+            engine, prompts, plan.arms, settings, check=plan.check, say=say
+        )
+    if plan.peer is not None:
+        report.results.append(measure_peer(engine, plan.peer, prompts[0], settings, say=say))
+
+
+def _starts(plan: _Plan, threads: int, say: Say) -> StartResult:
+    starts = []
+    kinds = [False] * min(3, plan.settings.repeats)
+    # A first start may compile; what users wait for every time is the start after it.
+    for number, cold in enumerate([True, *kinds] if plan.cold else [None, *kinds]):
+        say(f"start {number + 1}/{len(kinds) + 1}")
+        start = measure_start(
+            plan.main.path,
+            None if plan.mtp is None else plan.mtp.path,
+            kernels=plan.kernels,
+            profile=plan.profile,
+            threads=threads,
+            cold=bool(cold),
+        )
+        if cold is not None:
+            starts.append(start)
+    return StartResult(threads, plan.kernels, tuple(starts))
+
+
+def _prompt_ids(plan: _Plan, engine: Engine) -> list[list[int]]:
+    if not plan.prompts:
+        return [random_tokens(engine, PROMPT_TOKENS, plan.settings.seed)]
+    tokenizer = Tokenizer.from_metadata(plan.main.metadata)
+    return [chat.prompt_ids(tokenizer, text, chat="raw") for text in plan.prompts]
+
+
+def _facts(plan: _Plan) -> dict[str, object]:
+    tree, _ = origin.source_tree()
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "model": str(plan.main.path),
+        "model_name": plan.main.metadata.get("general.name"),
+        "model_bytes": plan.main.size,
+        "mtp": None if plan.mtp is None else str(plan.mtp.path),
+        "kernels": plan.kernels,
+        "profile": plan.profile,
+        "settings": vars(plan.settings),
+        "versions": origin.versions(),
+        "machine": origin.machine(),
+        "source": tree,
+        "torch_config": torch.__config__.parallel_info().splitlines()[0],
+    }
+
+
+# --- reading options -----------------------------------------------------------------------------
+
+
+def numbers(name: str, text: str, *, low: int) -> tuple[int, ...]:
+    """Integers from a list such as `1,2,8` or `1-8`; UsageError names the option."""
+    found: list[int] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if not match:
+            raise UsageError(f"--{name} {text}: {part!r} is not a number", "use e.g. 1,2,8 or 1-8")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if first < low or last < first or last - first > 10_000:
+            raise UsageError(f"--{name} {text}: {part} is out of range", f"use {low} or more")
+        found += range(first, last + 1)
+    if not found:
+        raise UsageError(f"--{name} is empty", "use e.g. 1,2,8 or 1-8")
+    return tuple(dict.fromkeys(found))
+
+
+def _sections(text: str) -> tuple[str, ...]:
+    wanted = tuple(part.strip() for part in text.split(",") if part.strip())
+    for section in wanted:
+        if section not in SECTIONS:
+            raise UsageError(
+                f"--only {section} is not a section",
+                near_match(section, SECTIONS) or f"use some of {', '.join(SECTIONS)}",
+            )
+    return tuple(section for section in SECTIONS if section in wanted) or SECTIONS
+
+
+def _kernels(name: str) -> str:
+    if name == "auto":
+        return next(known for known in ("cpu", "reference") if known in BACKENDS)
+    if name not in BACKENDS:
+        raise UsageError(
+            f"--kernels {name} is not a kernel backend",
+            near_match(name, BACKENDS) or f"use one of auto, {', '.join(BACKENDS)}",
+        )
+    return name
+
+
+def _arms(options: BenchOptions, *, drafting: bool) -> tuple[Arm, ...]:
+    if not drafting:
+        return ()
+    arms: list[Arm] = []
+    for part in filter(None, (part.strip() for part in options.drafts.split(","))):
+        if part == "auto":
+            arms.append(Arm(None))
+        elif part.isdecimal() and int(part) <= 16:
+            arms.append(Arm(int(part)))
+        else:
+            raise UsageError(
+                f"--drafts {options.drafts}: {part!r} is no depth", "use numbers up to 16, or auto"
+            )
+    for rates in options.oracle:
+        values = _rates(rates)
+        arms.append(Arm(len(values), values))
+    return tuple(arm for arm in dict.fromkeys(arms) if arm.depth != 0)
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or len(values) > 16 or not all(0.0 <= value <= 1.0 for value in values):
+        raise UsageError(
+            f"--oracle {text} is not a list of acceptance rates", "use e.g. 0.8,0.8 for two drafts"
+        )
+    return values
+
+
+def with_settings(options: BenchOptions, **changes: int) -> BenchOptions:
+    """The options with some of their settings changed."""
+    return replace(options, settings=replace(options.settings, **changes))
+
+
+__all__ = ["AUTO_MAX", "SECTIONS", "BenchOptions", "bench_command", "numbers", "with_settings"]

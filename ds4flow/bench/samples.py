@@ -1,0 +1,95 @@
+"""Repeated timings: rounds in which every arm runs once, and what is reported of them.
+
+Arms are interleaved, so a machine that slows down for a minute slows all of them, and ratios are
+taken pair by pair inside a round.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Samples:
+    """One value a round, in the order of the rounds."""
+
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.values:
+            raise ValueError("no samples")
+
+    @property
+    def median(self) -> float:
+        """The median."""
+        return statistics.median(self.values)
+
+    @property
+    def low(self) -> float:
+        """The lower quartile; with fewer than four values the smallest."""
+        return self._quartile(0)
+
+    @property
+    def high(self) -> float:
+        """The upper quartile; with fewer than four values the largest."""
+        return self._quartile(2)
+
+    @property
+    def spread(self) -> float:
+        """Distance between the quartiles, relative to the median; 0 for a median of 0."""
+        return (self.high - self.low) / self.median if self.median else 0.0
+
+    def _quartile(self, which: int) -> float:
+        if len(self.values) < 4:
+            return min(self.values) if which == 0 else max(self.values)
+        return statistics.quantiles(self.values, n=4, method="inclusive")[which]
+
+    def over(self, other: Samples) -> Samples:
+        """The ratio to another arm, round by round."""
+        return Samples(tuple(a / b for a, b in zip(self.values, other.values, strict=True)))
+
+
+def interleave(
+    arms: Mapping[str, Callable[[], T]],
+    *,
+    repeats: int,
+    warmup: int = 1,
+    say: Callable[[str], None] | None = None,
+) -> dict[str, list[T]]:
+    """Run every arm `warmup` times unrecorded, then `repeats` rounds; results by arm.
+
+    Each round starts with another arm. Garbage is collected between arms, never inside one.
+    """
+    names = list(arms)
+    results: dict[str, list[T]] = {name: [] for name in names}
+    for number in range(-warmup, repeats):
+        if say is not None:
+            say(f"warm-up {number + warmup + 1}" if number < 0 else f"round {number + 1}/{repeats}")
+        shift = number % len(names) if names else 0
+        for name in names[shift:] + names[:shift]:
+            result = _undisturbed(arms[name])
+            if number >= 0:
+                results[name].append(result)
+    return results
+
+
+def _undisturbed(arm: Callable[[], T]) -> T:
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        return arm()
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def samples(results: Sequence[T], value: Callable[[T], float]) -> Samples:
+    """The samples of one figure of an arm's results."""
+    return Samples(tuple(value(result) for result in results))
