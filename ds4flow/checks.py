@@ -17,6 +17,13 @@ SEE = "see what there is with: ds4flow run --cfg job"
 def check(config: DictConfig) -> None:
     """Raise UsageError for an unknown key, and for a value missing or out of its limits."""
     used = {name for role in ROLES for name in config.pipeline[role]}
+    for name in used:
+        if not OmegaConf.is_dict(config.get(name)):
+            groups = [str(key) for key in config if OmegaConf.is_dict(config.get(key))]
+            raise UsageError(
+                f"the pipeline names the stage {name!r}, which has no config group",
+                near_match(name, groups) or f"add a file {name}/default.yaml",
+            )
     for group in GROUPS:
         if _is_removed(config, group):
             if group in used:
@@ -64,6 +71,10 @@ def _check_keys(config: DictConfig, keys: Iterator[Key]) -> None:
 
 def _problem(key: Key, value: Any) -> str:
     low, high, open_low, choices, *_ = key.limits
+    if value in key.limits.words:
+        return ""
+    if key.limits.words and isinstance(value, str):
+        return "is not a number"
     if choices and value not in choices:
         return "is not one of its choices"
     if low is not None and not (value > low if open_low else value >= low):
@@ -74,12 +85,13 @@ def _problem(key: Key, value: Any) -> str:
 
 
 def _advice(key: Key, value: Any) -> str:
-    low, high, open_low, choices, hint, _ = key.limits
+    low, high, open_low, choices, hint, _, words = key.limits
     if hint:
         return hint
+    also = "".join(f", or {word}" for word in words)
     if choices:
         close = near_match(str(value), choices)
         return f"use one of {', '.join(choices)}" + (f"; {close}" if close else "")
     if high is None:
-        return f"use a value of {low:g} or more"
-    return f"use a value from {'above ' if open_low else ''}{low:g} to {high:g}"
+        return f"use a value of {low:g} or more{also}"
+    return f"use a value from {'above ' if open_low else ''}{low:g} to {high:g}{also}"

@@ -67,7 +67,7 @@ def explain(error: Exception) -> UsageError:
 def _find_cause(error: BaseException) -> OmegaConfBaseException | None:
     step: BaseException | None = error
     while step is not None and not isinstance(step, OmegaConfBaseException):
-        step = step.__cause__
+        step = step.__cause__ or step.__context__
     return step
 
 

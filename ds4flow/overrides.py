@@ -86,6 +86,8 @@ def assemble(
                 f"{flag.key} is given twice: {flag.name} {flag.value} and {given[0]}",
                 "leave one of them out",
             )
+    if {"prompt", "prompt_file"} <= {*sources, *(flag.key for flag in flags)}:
+        raise UsageError("prompt and prompt_file are both given", "leave one of them out")
     for flag in flags:
         words.append(literal(f"{flag.key}={flag.value}", multirun=multirun))
         sources[flag.key] = f"flag {flag.name}"

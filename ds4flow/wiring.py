@@ -15,14 +15,14 @@ from ds4flow.schema import ROLES
 
 
 def build_pipeline(config: DictConfig) -> Pipeline:
-    """Make the stages that `config.pipeline` names, each once, and wire them; UsageError."""
+    """Make the stages that the checked `config` names, each once, and wire them; UsageError."""
     roles = {role: list(config.pipeline[role]) for role in ROLES}
     names = dict.fromkeys(name for role in ROLES for name in roles[role])
     return Pipeline({name: _build_stage(name, config) for name in names}, **roles)
 
 
 def _build_stage(name: str, config: DictConfig) -> Stage:
-    values = _group(name, config)
+    values: Any = OmegaConf.to_container(config[name], resolve=True)
     target = values.pop("_target_", None)
     if not isinstance(target, str):
         raise UsageError(f"the group {name} has no _target_", "name its class, as module.Class")
@@ -38,18 +38,6 @@ def _build_stage(name: str, config: DictConfig) -> Stage:
         return cls(**values)
     except TypeError as error:
         raise UsageError(f"stage {name}: {error}", f"complete the YAML of {name}") from None
-
-
-def _group(name: str, config: DictConfig) -> dict[str, Any]:
-    node = config.get(name)
-    if not OmegaConf.is_dict(node):
-        groups = [str(key) for key in config if OmegaConf.is_dict(config.get(key))]
-        raise UsageError(
-            f"the pipeline names the stage {name!r}, which has no config group",
-            near_match(name, groups) or f"add a file {name}/default.yaml",
-        )
-    values = OmegaConf.to_container(node, resolve=True)
-    return {str(key): value for key, value in dict(values).items()}  # type: ignore[arg-type]
 
 
 def _stage_class(name: str, target: str) -> type[Stage]:

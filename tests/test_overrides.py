@@ -87,3 +87,8 @@ def test_a_variable_may_not_override_a_sweep() -> None:
         assemble(["mtp.draft=0,1"], [], [variable], multirun=True)
     words, _ = assemble(["mtp.margin=0.5,1.0"], [], [variable], multirun=True)
     assert "mtp.draft=4" in words
+
+
+def test_two_prompts_are_refused() -> None:
+    with pytest.raises(UsageError, match="prompt and prompt_file are both given"):
+        assemble(["prompt_file=x"], [Flag("--prompt", "prompt", "y")], [])
