@@ -74,7 +74,7 @@ def _problem(key: Key, value: Any) -> str:
     if value in key.limits.words:
         return ""
     if key.limits.words and isinstance(value, str):
-        return "is not a number"
+        return "is not an integer"
     if choices and value not in choices:
         return "is not one of its choices"
     if low is not None and not (value > low if open_low else value >= low):
@@ -89,6 +89,8 @@ def _advice(key: Key, value: Any) -> str:
     if hint:
         return hint
     also = "".join(f", or {word}" for word in words)
+    if isinstance(value, str) and words:
+        return f"give {key.name} an integer from {low:g} to {high:g}{also}"
     if choices:
         close = near_match(str(value), choices)
         return f"use one of {', '.join(choices)}" + (f"; {close}" if close else "")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from ds4flow import __version__, completion
+from ds4flow import __version__, commands, completion
 from ds4flow.errors import Ds4FlowError
 
 if TYPE_CHECKING:
@@ -206,3 +206,7 @@ def print_completion(shell: str) -> None:
     bash: eval "$(ds4flow completion bash)" in ~/.bashrc; zsh likewise; fish: pipe it into source.
     """
     click.echo(completion.script(shell, main))
+
+
+for _command in commands.COMMANDS:
+    main.add_command(_command)

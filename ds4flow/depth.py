@@ -8,12 +8,19 @@ change the text.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 COST_MEMORY = 0.1  # least weight of a new cost in its running mean
 ACCEPT_MEMORY = 1 / 64  # the same for acceptance: single outcomes say little
+AUTO_DEPTH_MAX = 8  # deepest drafts that mtp.draft=auto tries
 MIN_SAMPLES = 4  # looks at a draft position or a width before a decision may rest on it
 PROBE_FIRST = 16  # cycles between probes one deeper; doubles while they change nothing
 PROBE_LAST = 256
+
+
+def draft_max(draft: int | str) -> int:
+    """The most drafts of one cycle that a value of `mtp.draft` can ask for."""
+    return AUTO_DEPTH_MAX if isinstance(draft, str) else draft
 
 
 @dataclass
@@ -30,8 +37,7 @@ class Mean:
         self.value += max(1.0 / self.count, self.memory) * (sample - self.value)
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """The depth of one cycle and why: `learn`, `best`, `off` (drafting does not pay) or `probe`."""
 
     depth: int

@@ -61,7 +61,9 @@ def read(environ: Mapping[str, str] | None = None) -> tuple[Variable, ...]:
 
 def _spelled(name: str, key: str, text: str) -> str:
     """The value as Hydra reads it, after a check against the key's type."""
-    kind = KEYS[key].type
+    kind, words = KEYS[key].type, KEYS[key].limits.words
+    if text in words:
+        return text
     try:
         if kind is bool:
             return _BOOLEANS[text.lower()]

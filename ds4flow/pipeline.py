@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from ds4flow.cache import KVCache
+    from ds4flow.depth import Decision
     from ds4flow.gguf import GgufFile
     from ds4flow.model.trunk import Model
     from ds4flow.rundir import RunDir
@@ -69,7 +70,8 @@ class State:
     fresh: Fresh | None = None
     drafts: tuple[Draft, ...] = ()
     draft_logits: tuple[torch.Tensor, ...] = ()  # one row [V] a draft
-    draft_end: str = ""  # why drafting stopped: depth, gate, eos, room, off
+    draft_end: str = ""  # why drafting stopped: depth, gate, eos, room, auto, off
+    depth_choice: Decision | None = None  # of mtp.draft=auto
     rows: tuple[int, ...] = ()  # the tokens of the verify pass
     streams: torch.Tensor = UNSET  # [rows, N, D]
     logits: torch.Tensor = UNSET  # [rows, V]

@@ -24,7 +24,8 @@ ROLES = ("setup", "cycle", "observe")
 class Limits(NamedTuple):
     """What a value must satisfy beyond its type; `hint` replaces the generated advice.
 
-    `link` names the key that the field follows: it can only be set there.
+    `link` names the key that the field follows: it can only be set there. `words` are values that a
+    number may also have.
     """
 
     low: float | None = None
@@ -33,6 +34,7 @@ class Limits(NamedTuple):
     choices: tuple[str, ...] = ()
     hint: str = ""
     link: str = ""
+    words: tuple[str, ...] = ()
 
 
 def knob(
@@ -43,9 +45,10 @@ def knob(
     choices: tuple[str, ...] = (),
     hint: str = "",
     link: str = "",
+    words: tuple[str, ...] = (),
 ) -> Any:
     """A config field: its value comes from YAML, its limits from here."""
-    limits = Limits(low, high, open_low, choices, hint, link)
+    limits = Limits(low, high, open_low, choices, hint, link, words)
     return field(default=MISSING, metadata={"limits": limits})
 
 
@@ -53,7 +56,7 @@ def knob(
 class Mtp:
     """Knobs of speculation, shared by the stages."""
 
-    draft: int = knob(low=0, high=16)
+    draft: int | str = knob(low=0, high=16, words=("auto",))
     margin: float = knob(
         low=0.0,
         high=1.0,
@@ -135,6 +138,10 @@ class Download(StageGroup):
     file: str | None = knob(link="model.file")
     mtp_file: str | None = knob(link="model.mtp_file")
     folder: str = knob()
+    offline: bool = knob()
+    uses_mtp: bool = knob(link="draft.uses_mtp")
+    draft: int | str = knob(link="mtp.draft", words=("auto",))
+    no_gpu: bool = knob(link="runtime.no_gpu")
 
 
 @dataclass
@@ -146,7 +153,7 @@ class Load(StageGroup):
     threads: int = knob(link="runtime.threads")
     no_gpu: bool = knob(link="runtime.no_gpu")
     uses_mtp: bool = knob(link="draft.uses_mtp")
-    draft: int = knob(link="mtp.draft")
+    draft: int | str = knob(link="mtp.draft", words=("auto",))
     chunk: int = knob(link="runtime.chunk")
     context: int | None = knob(link="runtime.context")
     chat: str = knob(link="model.chat")
@@ -167,7 +174,7 @@ class Draft(StageGroup):
     """Proposing tokens; `uses_mtp` says whether this drafter needs the model's MTP block."""
 
     uses_mtp: bool = knob()
-    depth: int = knob(link="mtp.draft")
+    depth: int | str = knob(link="mtp.draft", words=("auto",))
     gate: float = knob(link="mtp.gate")
     keep_accepted: bool = knob(link="mtp.keep_accepted")
     max_tokens: int = knob(link="commit.max_tokens")
@@ -212,6 +219,13 @@ class Parity(StageGroup):
 
 
 @dataclass
+class Check(StageGroup):
+    """Comparing every committed cache state with a plain twin's."""
+
+    keep_accepted: bool = knob(link="mtp.keep_accepted")
+
+
+@dataclass
 class Root:
     """Keys that belong to no group."""
 
@@ -235,6 +249,7 @@ GROUPS: Mapping[str, type] = {
     "commit": Commit,
     "log": Log,
     "parity": Parity,
+    "check": Check,
 }
 
 
@@ -252,8 +267,8 @@ def _keys_of(cls: type, prefix: str) -> Iterator[Key]:
     for item in fields(cls):
         kind = hints[item.name]
         arguments = typing.get_args(kind)
-        optional = isinstance(kind, UnionType)
-        if optional:
+        optional = isinstance(kind, UnionType) and type(None) in arguments
+        if isinstance(kind, UnionType):
             kind = next(arg for arg in arguments if arg is not type(None))
         yield Key(prefix + item.name, kind, optional, item.metadata["limits"])
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ds4flow.errors import Ds4FlowError, ModelFileError, UsageError
+from ds4flow.fetching import fetch_shown
 from ds4flow.gguf import GgufFile
+from ds4flow.hub import HubFile
 from ds4flow.model.weights import find_mtp_layout
 from ds4flow.pipeline import Files, Stage, State
 
@@ -33,6 +35,10 @@ class LocalFiles(Stage):
     file: str | None
     mtp_file: str | None
     folder: str
+    offline: bool
+    uses_mtp: bool
+    draft: int | str
+    no_gpu: bool
 
     writes = ("files",)
 
@@ -56,11 +62,15 @@ class LocalFiles(Stage):
                 "model.path is not set, so there is no model to load",
                 "type model.path=FILE.gguf or -m FILE.gguf, or use model=demo",
             )
-        path = Path(self.folder) / self.file
+        return self._from_hub(self.repo, self.file, self.sha256)
+
+    def _from_hub(self, repo: str, name: str, sha256: str | None) -> Path:
+        """The path of a hub file, which must lie in the folder already."""
+        path = Path(self.folder) / Path(name).name
         if not path.exists():
             raise ModelFileError(
-                f"{path} is not on this machine",
-                f"get {self.file} from the hub repository {self.repo} into {self.folder}/, "
+                f"{path} is not on this machine, and download=local fetches nothing",
+                f"use download=hub, get {name} from the hub repository {repo} into {self.folder}/, "
                 "or type model.path=FILE.gguf",
             )
         return path
@@ -69,10 +79,33 @@ class LocalFiles(Stage):
         if self.mtp_path is not None:
             return _resolved(self.mtp_path)
         # Beside a file of the user's own, nobody said that the hub's MTP file belongs to it.
-        if self.path is not None or self.mtp_file is None:
+        if self.path is not None or self.mtp_file is None or self.repo is None:
             return None
-        path = Path(self.folder) / self.mtp_file
+        return self._mtp_from_hub(self.repo, self.mtp_file)
+
+    def _mtp_from_hub(self, repo: str, name: str) -> Path | None:
+        path = Path(self.folder) / Path(name).name
         return path if path.exists() else None
+
+
+@dataclass
+class HubFiles(LocalFiles):
+    """Fetches what is not here yet from the hub repository; what is present and verified is kept.
+
+    A model without a repository (`model.path`) is never looked for on the network. The MTP file is
+    fetched only for a run that drafts with it.
+    """
+
+    def _from_hub(self, repo: str, name: str, sha256: str | None) -> Path:
+        # The token, if one is needed, is what huggingface_hub finds: HF_TOKEN or the cached login.
+        return fetch_shown(
+            HubFile(repo, name, sha256=sha256), Path(self.folder), offline=self.offline
+        )
+
+    def _mtp_from_hub(self, repo: str, name: str) -> Path | None:
+        if not self.uses_mtp or self.draft == 0 or self.no_gpu:
+            return None
+        return self._from_hub(repo, name, self.mtp_sha256)
 
 
 def _resolved(path: str) -> Path:

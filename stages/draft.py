@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import torch
 
+from ds4flow.depth import AUTO_DEPTH_MAX, DepthPolicy
 from ds4flow.pipeline import Stage, State
 from ds4flow.speculate import Draft, argmax, top_gap
 
@@ -19,7 +21,7 @@ class NoDrafter(Stage):
     """
 
     uses_mtp: bool
-    depth: int
+    depth: int | str  # a number, or auto
     gate: float
     keep_accepted: bool
     max_tokens: int
@@ -37,17 +39,53 @@ class NoDrafter(Stage):
         state.drafts, state.draft_logits, state.draft_end = (), (), "off"
 
 
+@dataclass
 class Drafter(NoDrafter):
-    """Clamps the depth, and drafts unless drafting is switched off for the run."""
+    """Clamps the depth, and drafts unless drafting is switched off for the run.
+
+    With `depth=auto` a policy chooses it each cycle from what drafting and verifying cost so far.
+    """
+
+    policy: DepthPolicy | None = field(default=None, init=False)
+    steps: int = field(default=0, init=False)  # draft steps of the last cycle
+    seconds: float = field(default=0.0, init=False)  # that they took
+    finished: float = field(default=0.0, init=False)  # when they were done
+
+    def __post_init__(self) -> None:
+        if self.depth == "auto":
+            self.policy = DepthPolicy(AUTO_DEPTH_MAX)
 
     def run(self, state: State) -> None:
         """Propose up to the clamped depth."""
+        start = time.perf_counter()
         cache = state.cache
         left = min(self.max_tokens - len(state.output), cache.context - cache.length) - 1
-        depth = 0 if state.mtp_off else max(0, min(self.depth, left))
+        depth = 0 if state.mtp_off else max(0, min(self._depth(state, left, start), left))
+        self.steps = depth
         self.propose(state, depth)
         if not depth:
-            state.draft_end = "off" if state.mtp_off or not self.depth else "room"
+            state.draft_end = self._why_none(state, left)
+        self.finished = time.perf_counter()
+        self.seconds = self.finished - start
+
+    def _depth(self, state: State, left: int, now: float) -> int:
+        if self.policy is None:
+            return int(self.depth)
+        if self.finished and state.verdict is not None:
+            self.policy.observe(
+                drafted=len(state.rows) - 1,
+                accepted=state.verdict.accepted,
+                steps=self.steps,
+                draft_s=self.seconds,
+                verify_s=now - self.finished,
+            )
+        state.depth_choice = self.policy.choose(left)
+        return state.depth_choice.depth
+
+    def _why_none(self, state: State, left: int) -> str:
+        if state.mtp_off or self.depth == 0:
+            return "off"
+        return "room" if left <= 0 else "auto"
 
 
 @dataclass
@@ -63,9 +101,9 @@ class MtpDrafter(Drafter):
 
     def run(self, state: State) -> None:
         """Refresh the block's cache rows, then draft."""
-        if self.depth and state.model.mtp is None:
+        if self.depth != 0 and state.model.mtp is None:
             state.switch_mtp_off("the model files hold no MTP weights")
-        if self.depth and not state.mtp_off:
+        if self.depth != 0 and not state.mtp_off:
             self._refresh(state)
         super().run(state)
 
@@ -98,6 +136,7 @@ class MtpDrafter(Drafter):
         while len(drafts) < depth:
             logits, streams = block.step(streams, token, cache.length + len(drafts), cache)
             self.written += 1
+            self.steps = self.written
             token, gap = int(argmax(logits)), top_gap(logits)
             # The row before an end of text already tells it; verifying it would gain nothing.
             if token == state.tokenizer.eos and not self.ignore_eos:

@@ -11,6 +11,7 @@ import torch
 
 from ds4flow import chat
 from ds4flow.cache import KVCache
+from ds4flow.depth import draft_max
 from ds4flow.errors import Ds4FlowError, UsageError
 from ds4flow.model.config import ModelConfig
 from ds4flow.model.trunk import BACKENDS, Model
@@ -33,7 +34,7 @@ class LoadGguf(Stage):
     threads: int
     no_gpu: bool
     uses_mtp: bool
-    draft: int
+    draft: int | str
     chunk: int
     context: int | None
     chat: str
@@ -50,16 +51,18 @@ class LoadGguf(Stage):
         mode = self._chat_mode(state.tokenizer)
         state.tokens = chat.prompt_ids(state.tokenizer, state.prompt, chat=mode, system=self.system)
         context = self._context(config, len(state.tokens))
-        if self.no_gpu and self.draft:
+        if self.no_gpu and self.draft != 0:
             state.switch_mtp_off("DS4_NO_GPU (runtime.no_gpu) asks for plain greedy decoding")
         if self.threads:
             torch.set_num_threads(self.threads)
-        wanted = self.uses_mtp and self.draft > 0 and not state.mtp_off
+        wanted = self.uses_mtp and self.draft != 0 and not state.mtp_off
         kernels = self._kernels()
         state.model = Model.load(
             main, mtp if wanted else None, profile=self.profile, kernels=kernels
         )
-        state.cache = KVCache(config, context=context, draft_max=self.draft, chunk=self.chunk)
+        state.cache = KVCache(
+            config, context=context, draft_max=draft_max(self.draft), chunk=self.chunk
+        )
         state.run.record(
             chat=mode, kernels=kernels, context_limit=context, threads=torch.get_num_threads()
         )

@@ -5,6 +5,7 @@ What was produced is on disk when a cycle ends, so a killed run keeps it.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ds4flow.errors import Ds4FlowError
 from ds4flow.metrics import DEFINITIONS, Counts, Probe
 from ds4flow.pipeline import Stage, State
 
@@ -62,10 +64,23 @@ class Log(Stage):
             return
         state.run.append("output.txt", piece)
         if self.stream:
-            # As bytes: the text is UTF-8, whatever the terminal's settings.
+            self._print(piece)
+
+    def _print(self, piece: str) -> None:
+        """Write to stdout as bytes: the text is UTF-8, whatever the terminal's settings."""
+        try:
             sys.stdout.flush()
             sys.stdout.buffer.write(piece.encode())
             sys.stdout.buffer.flush()
+        except OSError as error:
+            self.stream = False
+            _abandon_stdout()
+            if isinstance(error, BrokenPipeError):
+                raise  # the reader has seen enough, as in `ds4flow run | head`
+            raise Ds4FlowError(
+                f"cannot write the text to stdout: {error.strerror}",
+                "what was produced so far is kept in the run directory",
+            ) from None
 
     def _record(self, state: State) -> dict[str, Any]:
         verdict = state.verdict
@@ -83,6 +98,7 @@ class Log(Stage):
             "ratios": list(verdict.ratios),
             "gaps": list(verdict.gaps),
             "micros": dict(state.micros),
+            **({"depth_choice": state.depth_choice._asdict()} if state.depth_choice else {}),
         }
 
     def close(self, state: State) -> None:
@@ -125,6 +141,12 @@ class Log(Stage):
             "peak_memory_bytes": _peak_memory(),
             "definitions": DEFINITIONS,
         }
+
+
+def _abandon_stdout() -> None:
+    """Let what is still buffered go nowhere, instead of failing once more at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say(line: str) -> None:

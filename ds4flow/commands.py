@@ -1,0 +1,128 @@
+"""The commands beside `run`: each is a click declaration over a function that does the work.
+
+Nothing heavy is imported before a command is chosen.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+TARGETS = {
+    "mtp": ("flash-q2", True),
+    "q2": ("flash-q2", False),
+    "q2-imatrix": ("flash-q2-imatrix", False),
+    "q4": ("flash-q4", False),
+    "q4-imatrix": ("flash-q4-imatrix", False),
+}
+"""Download target to the model option that names its repository, and whether it is the MTP file."""
+
+
+@click.command("download")
+@click.argument("target", type=click.Choice(list(TARGETS)))
+@click.option("--to", "folder", metavar="DIR", help="Folder for the file. [DS4_GGUF_DIR, gguf]")
+@click.option("--token", help="Access token of the hub. [HF_TOKEN, cached login]")
+@click.option("--endpoint", metavar="URL", help="Another hub.")
+@click.option("--offline", is_flag=True, help="No request; check what is there.")
+def download(
+    target: str, folder: str | None, token: str | None, endpoint: str | None, offline: bool
+) -> None:
+    """Fetch a model file of DeepSeek-V4-Flash, resumed and checked; what is there is kept."""
+    from ds4flow import env
+    from ds4flow.config import compose
+    from ds4flow.fetching import fetch_shown
+    from ds4flow.hub import HubFile
+
+    option, is_mtp = TARGETS[target]
+    words = [f"{v.key}={v.value}" for v in env.read() if v.key.startswith("download.")]
+    config = compose([f"model={option}", *words])
+    model = config.model
+    file = HubFile(
+        model.repo,
+        model.mtp_file if is_mtp else model.file,
+        sha256=model.mtp_sha256 if is_mtp else model.sha256,
+    )
+    path = fetch_shown(
+        file,
+        Path(folder or config.download.folder),
+        token=token,
+        endpoint=endpoint,
+        offline=offline,
+        link=None if is_mtp else "ds4flash.gguf",
+    )
+    click.echo(path)
+
+
+@click.command("inspect")
+@click.argument(
+    "paths", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path)
+)
+@click.option("--json", "json_output", is_flag=True, help="Print the report as JSON.")
+@click.option(
+    "--ctx",
+    "context",
+    type=click.IntRange(min=1),
+    default=32768,
+    show_default=True,
+    metavar="N",
+    help="Context to size the cache for, in tokens.",
+)
+@click.option(
+    "--bandwidth", type=float, metavar="GB/S", help="Memory bandwidth, for the speed it allows."
+)
+@click.option(
+    "--convert-mtp",
+    "convert",
+    is_flag=True,
+    help="Write the MTP block in the other layout; nextn needs the main file too.",
+)
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="The converted file."
+)
+def inspect(
+    paths: tuple[Path, ...],
+    json_output: bool,
+    context: int,
+    bandwidth: float | None,
+    convert: bool,
+    output: Path | None,
+) -> None:
+    """Say what GGUF files are, whether they run and what that costs; exit 1 when one cannot run."""
+    from ds4flow.doctor import inspect_command
+
+    sys.exit(inspect_command(paths, json_output, context, bandwidth, convert, output))
+
+
+@click.command("synth")
+@click.argument("path", metavar="FILE")
+@click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
+def synth(path: str, words: tuple[str, ...]) -> None:
+    """Write a random-weight model and its MTP file: preset=tiny|medium|flash-slice|flash-shares.
+
+    Every dimension and weight type of the preset can be changed by KEY=VALUE.
+    """
+    from ds4flow.synth import synth_command
+
+    sys.exit(synth_command(path, words))
+
+
+@click.command("verify")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--depths", default="1-8", show_default=True, help="Draft depths, as 1-8 or 0,2,4.")
+@click.option(
+    "-p", "--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt; may be repeated."
+)
+@click.option("--drafter", type=click.Choice(["mtp", "lying"]), default="mtp", show_default=True)
+def verify(overrides: tuple[str, ...], depths: str, prompts: tuple[str, ...], drafter: str) -> None:
+    """Prove that speculation equals greedy decoding here: tokens, logits bits and cache state.
+
+    Runs pipeline=parity for every depth and prompt and prints a table; exit 1 on a difference.
+    """
+    from ds4flow.verification import verify_command
+
+    sys.exit(verify_command(overrides, depths, prompts, drafter))
+
+
+COMMANDS = (download, inspect, synth, verify)
