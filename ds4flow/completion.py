@@ -88,5 +88,5 @@ def _options(group: str) -> list[str]:
     folder = resources.files("ds4flow.conf") / group
     if not group.isidentifier() or not folder.is_dir():
         return []
-    names = sorted(file.name for file in folder.iterdir())
-    return [name.removesuffix(".yaml") for name in names if name.endswith(".yaml")]
+    names = (file.name for file in folder.iterdir())
+    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))

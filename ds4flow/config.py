@@ -56,11 +56,21 @@ def validate(
     """
     with _initialized(), explained():
         points = list(_points(overrides, multirun=multirun))
-        added = [f"+{name}=default" for name in _missing_groups(points, config_dir)]
-    first = compose([*points[0], *added], config_dir=config_dir, hydra=True)
-    for point in points[1:]:
-        compose([*point, *added], config_dir=config_dir)
+    added: list[str] = []
+    try:
+        first = _compose_all(points, config_dir)
+    except UsageError:
+        with _initialized(), explained():
+            added = [f"+{name}=default" for name in _missing_groups(points, config_dir)]
+        if not added:
+            raise
+        first = _compose_all([[*point, *added] for point in points], config_dir)
     return [*overrides, *added], first
+
+
+def _compose_all(points: Sequence[Sequence[str]], config_dir: str | Path | None) -> DictConfig:
+    """Compose every point, to find mistakes; return the first one's config, Hydra's node included."""
+    return [compose(point, config_dir=config_dir, hydra=True) for point in points][0]
 
 
 @contextmanager
@@ -116,7 +126,8 @@ def _choices(override: Override) -> list[str]:
 def _missing_groups(points: Sequence[Sequence[str]], config_dir: str | Path | None) -> list[str]:
     """Stages that a pipeline names and that have a group, but no place in the config yet.
 
-    So a new stage needs one name in a pipeline YAML, and no second one in a defaults list.
+    They are added, so that a new stage needs one name in a pipeline YAML and no second one in a
+    defaults list.
     """
     names: dict[str, None] = {}
     for point in points:

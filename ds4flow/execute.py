@@ -26,7 +26,7 @@ from ds4flow import origin
 from ds4flow.checks import check
 from ds4flow.errors import Ds4FlowError
 from ds4flow.provenance import provenance
-from ds4flow.rundir import RunDir
+from ds4flow.rundir import RunDir, Status
 
 _log = logging.getLogger("ds4flow")
 
@@ -60,6 +60,8 @@ def job(config: DictConfig) -> None:
     except KeyboardInterrupt as error:
         print("interrupted", file=sys.stderr)
         raise SystemExit(143 if isinstance(error, Terminated) else 130) from None
+    except BrokenPipeError:
+        raise SystemExit(141) from None
 
 
 def execute(config: DictConfig, node: HydraConf) -> None:
@@ -103,12 +105,14 @@ def _recorded(run: RunDir) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        stopped = isinstance(error, KeyboardInterrupt | BrokenPipeError)
+        status: Status = "interrupted" if stopped else "failed"
         text = f"{type(error).__name__}: {error}"
-        _log.error("run %s: %s", status, text, exc_info=not isinstance(error, Ds4FlowError))
+        expected = stopped or isinstance(error, Ds4FlowError)
+        _log.error("run %s: %s", status, text, exc_info=not expected)
         # What stopped the run is what the user must see, not a disk that is full on top.
         with suppress(Ds4FlowError, OSError):
-            run.finish("interrupted" if status == "interrupted" else "failed", text)
+            run.finish(status, text)
         raise
     _log.info("run complete")
     run.finish("complete")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -294,3 +295,27 @@ def fake_with_mtp(target: Target, wrong: Callable[[int], bool], gap: float = 5.0
     model = FakeModel(target)
     model.mtp = FakeMtp(model, wrong, gap)
     return model
+
+
+@dataclass
+class FakeLoad(Stage):
+    """Start, as a stage with a config group: its model can be slow, and can fail at a position."""
+
+    seed: int
+    seconds: float
+    fail_at: int
+
+    writes = Start.writes
+
+    def run(self, state: State) -> None:
+        model = fake_with_mtp(chaotic(self.seed), wrong=lambda position: position % 3 == 0)
+        forward = model.forward
+
+        def slow(tokens: Sequence[int], cache: FakeCache) -> torch.Tensor:
+            time.sleep(self.seconds)
+            if cache.length <= self.fail_at < cache.length + len(tokens):
+                raise ZeroDivisionError("a bug in a kernel")
+            return forward(tokens, cache)
+
+        model.forward = slow  # type: ignore[method-assign]
+        Start(model, 1000, [BOS_ID, *ids(state.prompt)]).run(state)
