@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from ds4flow.errors import Ds4FlowError, UsageError, near_match
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from ds4flow.cache import KVCache
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ds4flow.gguf import GgufFile
     from ds4flow.model.trunk import Model
     from ds4flow.rundir import RunDir
+    from ds4flow.sampling import Sampling
     from ds4flow.speculate import Draft, Verdict
     from ds4flow.tokenizer import Tokenizer
 
@@ -62,6 +64,7 @@ class State:
     model: Model = UNSET
     tokenizer: Tokenizer = UNSET
     cache: KVCache = UNSET
+    sampling: Sampling | None = None  # None: the argmax, always
     mtp_off: str = ""  # why drafting is switched off, empty when it is not
     tokens: list[int] = UNSET  # committed: prompt and output
     prompt_length: int = 0
@@ -70,6 +73,7 @@ class State:
     fresh: Fresh | None = None
     drafts: tuple[Draft, ...] = ()
     draft_logits: tuple[torch.Tensor, ...] = ()  # one row [V] a draft
+    draft_from: tuple[np.ndarray, ...] = ()  # when sampling: what each draft was drawn from, [V]
     draft_end: str = ""  # why drafting stopped: depth, gate, eos, room, auto, off
     depth_choice: Decision | None = None  # of mtp.draft=auto
     rows: tuple[int, ...] = ()  # the tokens of the verify pass
@@ -78,7 +82,7 @@ class State:
     verdict: Verdict = UNSET
     committed: tuple[int, ...] = ()  # by this cycle
     relaxed: int = 0  # of these, drafts that were not the target's argmax
-    identity: str = "exact"  # relaxed once a draft was judged by a margin below 1
+    identity: str = "exact"  # relaxed by a margin below 1; sampled when sampling
     pieces: list[str] = field(default_factory=list)  # text that may be shown, in order
     done: str | None = None  # why the run ended: eos, stop, limit, context
     cycle: int = 0

@@ -93,6 +93,26 @@ def choose(probabilities: np.ndarray, draw: float) -> int:
     return min(token, int(np.flatnonzero(probabilities)[-1]))
 
 
+def next_token(logits: torch.Tensor, position: int, sampling: Sampling | None) -> int:
+    """The token for `position` from one row of logits `[V]`: sampled, or the argmax."""
+    if sampling is None or sampling.greedy:
+        return int(argmax(logits))
+    return choose(distribution(logits, sampling), uniform(sampling.seed, position, CHOOSE))
+
+
+def draw_draft(logits: torch.Tensor, position: int, sampling: Sampling) -> tuple[int, np.ndarray]:
+    """A draft for `position` from the drafter's logits `[V]`, and the distribution it came from."""
+    probabilities = distribution(logits, sampling)
+    return choose(probabilities, uniform(sampling.seed, position, DRAFT)), probabilities
+
+
+def certain(token: int, vocab: int) -> np.ndarray:
+    """The distribution of a drafter that always proposes `token`."""
+    one = np.zeros(vocab)
+    one[token] = 1.0
+    return one
+
+
 def residual(target: np.ndarray, drafter: np.ndarray) -> np.ndarray:
     """`max(0, p - q)` normalised: what to draw from after a rejected draft."""
     rest = np.maximum(target - drafter, 0.0)

@@ -105,9 +105,12 @@ class Runtime:
 class Sampling:
     """How the next token is chosen from the target's logits."""
 
-    temperature: float = knob(
-        low=0.0, high=0.0, hint="use sampling.temperature=0; only greedy decoding is implemented"
-    )
+    temperature: float = knob(low=0.0)
+    top_k: int = knob(low=0)
+    top_p: float = knob(low=0.0, high=1.0, open_low=True)
+    min_p: float = knob(low=0.0, high=1.0)
+    seed: int = knob(low=0)
+    lossless: bool = knob()
 
 
 @dataclass
@@ -157,6 +160,12 @@ class Load(StageGroup):
     chunk: int = knob(link="runtime.chunk")
     context: int | None = knob(link="runtime.context")
     chat: str = knob(link="model.chat")
+    temperature: float = knob(link="sampling.temperature")
+    top_k: int = knob(link="sampling.top_k")
+    top_p: float = knob(link="sampling.top_p")
+    min_p: float = knob(link="sampling.min_p")
+    seed: int = knob(link="sampling.seed")
+    lossless: bool = knob(link="sampling.lossless")
     system: str = knob(link="system")
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from ds4flow.depth import AUTO_DEPTH_MAX, DepthPolicy
 from ds4flow.pipeline import Stage, State
+from ds4flow.sampling import draw_draft
 from ds4flow.speculate import Draft, argmax, top_gap
 
 
@@ -28,7 +30,7 @@ class NoDrafter(Stage):
     ignore_eos: bool
 
     reads = ("model", "tokenizer", "cache", "tokens", "next_token", "hidden")
-    writes = ("drafts", "draft_logits", "draft_end")
+    writes = ("drafts", "draft_logits", "draft_from", "draft_end", "depth_choice")
 
     def run(self, state: State) -> None:
         """Set no drafts."""
@@ -36,7 +38,8 @@ class NoDrafter(Stage):
 
     def propose(self, state: State, depth: int) -> None:
         """Set `drafts`, `draft_logits` and `draft_end` for up to `depth` drafts."""
-        state.drafts, state.draft_logits, state.draft_end = (), (), "off"
+        state.drafts, state.draft_logits, state.draft_from = (), (), ()
+        state.draft_end = "off"
 
 
 @dataclass
@@ -132,14 +135,23 @@ class MtpDrafter(Drafter):
         streams, token = state.hidden, state.next_token
         drafts: list[Draft] = []
         rows: list[torch.Tensor] = []
+        drawn: list[np.ndarray] = []
         state.draft_end = "depth"
         while len(drafts) < depth:
             logits, streams = block.step(streams, token, cache.length + len(drafts), cache)
             self.written += 1
             self.steps = self.written
-            token, gap = int(argmax(logits)), top_gap(logits)
-            # The row before an end of text already tells it; verifying it would gain nothing.
-            if token == state.tokenizer.eos and not self.ignore_eos:
+            if state.sampling is None:
+                token = int(argmax(logits))
+            else:
+                place = cache.length + len(drafts) + 1
+                token, source = draw_draft(logits, place, state.sampling)
+                drawn.append(source)
+            gap = top_gap(logits)
+            ends = token == state.tokenizer.eos and not self.ignore_eos
+            # The row before an end of text already tells it; verifying it would gain nothing. A drawn
+            # draft must stand, though: leaving some tokens out would bend the distribution.
+            if ends and state.sampling is None:
                 state.draft_end = "eos"
                 break
             if gap < self.gate:
@@ -147,7 +159,11 @@ class MtpDrafter(Drafter):
                 break
             drafts.append(Draft(token, gap))
             rows.append(logits)
+            if ends:
+                state.draft_end = "eos"
+                break
         state.drafts, state.draft_logits = tuple(drafts), tuple(rows)
+        state.draft_from = tuple(drawn[: len(drafts)])
 
 
 class LyingDrafter(Drafter):

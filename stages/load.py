@@ -16,6 +16,7 @@ from ds4flow.errors import Ds4FlowError, UsageError
 from ds4flow.model.config import ModelConfig
 from ds4flow.model.trunk import BACKENDS, Model
 from ds4flow.pipeline import Stage, State
+from ds4flow.sampling import Sampling
 from ds4flow.tokenizer import ASSISTANT, THINK, USER, Tokenizer
 
 LARGEST_DEFAULT_CONTEXT = 8192
@@ -38,10 +39,16 @@ class LoadGguf(Stage):
     chunk: int
     context: int | None
     chat: str
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    lossless: bool
     system: str
 
     reads = ("files", "prompt")
-    writes = ("tokenizer", "tokens", "model", "cache", "mtp_off")
+    writes = ("tokenizer", "tokens", "model", "cache", "sampling", "mtp_off", "identity")
 
     def run(self, state: State) -> None:
         """Set the model, an empty cache, and `tokens` to the ids of the prompt."""
@@ -53,6 +60,7 @@ class LoadGguf(Stage):
         context = self._context(config, len(state.tokens))
         if self.no_gpu and self.draft != 0:
             state.switch_mtp_off("DS4_NO_GPU (runtime.no_gpu) asks for plain greedy decoding")
+        self._choose_sampling(state)
         if self.threads:
             torch.set_num_threads(self.threads)
         wanted = self.uses_mtp and self.draft != 0 and not state.mtp_off
@@ -66,6 +74,18 @@ class LoadGguf(Stage):
         state.run.record(
             chat=mode, kernels=kernels, context_limit=context, threads=torch.get_num_threads()
         )
+
+    def _choose_sampling(self, state: State) -> None:
+        sampling = Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+        if sampling.greedy:
+            return
+        state.sampling, state.identity = sampling, "sampled"
+        state.run.record(identity="sampled")
+        if self.draft != 0 and self.uses_mtp and not self.lossless and not state.mtp_off:
+            state.switch_mtp_off(
+                "sampling (temperature above 0); sampling.lossless=true drafts and keeps the "
+                "distribution"
+            )
 
     def _chat_mode(self, tokenizer: Tokenizer) -> str:
         if self.chat != "auto":

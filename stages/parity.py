@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ds4flow.errors import Ds4FlowError
+from ds4flow.errors import Ds4FlowError, UsageError
 from ds4flow.pipeline import Stage, State
 from ds4flow.speculate import argmax, top_gap
 
@@ -37,6 +37,11 @@ class Parity(Stage):
 
     def run(self, state: State) -> None:
         """Fork, or compare what the cycle committed."""
+        if state.sampling is not None:
+            raise UsageError(
+                "pipeline=parity compares with greedy decoding, but this run samples",
+                "set sampling.temperature=0",
+            )
         if self.twin is None:
             self.twin = copy.deepcopy(state.cache)
             self.token, self.gap = int(argmax(state.logits[-1])), top_gap(state.logits[-1])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ds4flow.pipeline import Stage, State
-from ds4flow.speculate import argmax
+from ds4flow.sampling import next_token
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Prefill(Stage):
             streams = self._pass(state, chunk)
         state.prompt_length = len(state.tokens)
         state.logits = state.model.logits(streams[-1:])
-        state.next_token = int(argmax(state.logits)[0])
+        state.next_token = next_token(state.logits[-1], len(state.tokens), state.sampling)
         if state.next_token == state.tokenizer.eos and not self.ignore_eos:
             state.done = "eos"
 

@@ -9,6 +9,7 @@ import torch
 from ds4flow import speculate
 from ds4flow.errors import NumericsError
 from ds4flow.pipeline import Stage, State
+from ds4flow.sampling import Sampling, certain, verify_sampled
 
 
 @dataclass
@@ -32,12 +33,22 @@ class Verify(Stage):
         state.streams = state.model.forward(state.rows, state.cache)
         state.logits = state.model.logits(state.streams)
         self._check(state.logits, state)
+        if state.sampling is not None:
+            state.verdict = self._sampled(state, drafts, state.sampling)
+            return
         state.verdict = speculate.verify(
             state.logits, drafts, margin=self.margin, strict=self.strict
         )
         if drafts and self.margin < 1.0 and not self.strict and state.identity == "exact":
             state.identity = "relaxed"
             state.run.record(identity="relaxed")
+
+    def _sampled(self, state: State, drafts: list[int], sampling: Sampling) -> speculate.Verdict:
+        """Lossless rejection sampling; a drafter that keeps no distribution was certain."""
+        vocab = state.logits.shape[-1]
+        drawn = state.draft_from or tuple(certain(draft, vocab) for draft in drafts)
+        first = state.cache.length + 1  # where the first draft stands
+        return verify_sampled(state.logits, drafts, drawn[: len(drafts)], first, sampling)
 
     def _check(self, logits: torch.Tensor, state: State) -> None:
         finite = torch.isfinite(logits).all(-1)

@@ -77,7 +77,7 @@ def test_every_pipeline_can_be_built(pipeline: str) -> None:
         ("mtp.margin=0", "mtp.margin=0.0 is too small", "mtp.gate"),
         ("mtp.margin=nan", "mtp.margin=nan is not a number", "mtp.gate"),
         ("mtp.gate=-1", "mtp.gate=-1.0 is too small", "use a value of 0 or more"),
-        ("sampling.temperature=0.7", "sampling.temperature=0.7", "greedy"),
+        ("sampling.temperature=-1", "sampling.temperature=-1.0 is too small", "0 or more"),
         ("draft.depth=3", "draft.depth follows mtp.draft", "set mtp.draft instead"),
         ("runtime.kernels=cup", "runtime.kernels=cup is not one of", "did you mean cpu?"),
         ("commit.stop=5", "commit.stop=5 is not a list of texts", "a list of texts"),
