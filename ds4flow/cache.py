@@ -1,8 +1,9 @@
 """Cache state addressed by absolute position: rolling back is moving one integer.
 
-Every stored row is a function of the tokens up to its own position. Rings are as long as what a later
-read can need plus the rows of one pass, so a pass never overwrites a row that is still visible after
-any part of it is rejected. Which rows are valid is derived from the cursor, never stored.
+Every stored row is a function of the tokens up to its own position. Rings are as long as what a
+later read can need plus the rows of one pass, so a pass never overwrites a row that is still
+visible after any part of it is rejected. Which rows are valid is derived from the cursor, never
+stored.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from ds4flow.model.config import ModelConfig
 class KVCache:
     """All cache rows of one sequence. `length` is the cursor: the number of committed tokens.
 
-    `context` bounds the positions, `draft_max` the drafts of one verify pass and `chunk` the rows of one
-    prefill pass. A pass of up to `rows_max = max(chunk, draft_max + 1)` rows may be written and then
-    committed to any length between none and all of it.
+    `context` bounds the positions, `draft_max` the drafts of one verify pass and `chunk` the rows
+    of one prefill pass. A pass of up to `rows_max = max(chunk, draft_max + 1)` rows may be written
+    and then committed to any length between none and all of it.
     """
 
     def __init__(

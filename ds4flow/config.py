@@ -69,8 +69,8 @@ def validate(
 
 
 def _compose_all(points: Sequence[Sequence[str]], config_dir: str | Path | None) -> DictConfig:
-    """Compose every point, to find mistakes; return the first one's config, Hydra's node included."""
-    return [compose(point, config_dir=config_dir, hydra=True) for point in points][0]
+    """Compose every point, to find mistakes; return the first one's config with Hydra's node."""
+    return next(compose(point, config_dir=config_dir, hydra=True) for point in points)
 
 
 @contextmanager

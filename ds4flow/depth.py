@@ -1,8 +1,8 @@
 """Choosing how many drafts pay: `mtp.draft=auto`.
 
-The policy measures acceptance by draft position and the cost of a draft step and of a verify pass by
-width, and takes the depth with the most expected tokens per second. It never sees a token, so it cannot
-change the text.
+The policy measures acceptance by draft position and the cost of a draft step and of a verify pass
+by width, and takes the depth with the most expected tokens per second. It never sees a token, so it
+cannot change the text.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class DepthPolicy:
         return Decision(best, "best" if best else "off", self.rate(best))
 
     def _lacking(self, limit: int) -> int | None:
-        """A depth that must still be tried: no drafts, one, then deeper while the last one may pay."""
+        """A depth that must still be tried: none, one, then deeper while the last one may pay."""
         for depth in (0, 1):
             if self._samples(depth + 1) < MIN_SAMPLES:
                 return depth

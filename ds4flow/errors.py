@@ -6,6 +6,10 @@ import difflib
 from collections.abc import Iterable
 
 
+NOT_FINITE = "the weights or the kernels are at fault; check the file with its published digest"
+"""What to do about a value that is not finite."""
+
+
 class Ds4FlowError(Exception):
     """An error that the user can fix; shown as two lines on stderr.
 
@@ -32,7 +36,7 @@ class ModelFileError(Ds4FlowError):
 
 
 class TruncatedFileError(ModelFileError):
-    """A model file that ends before its own header says it does (distinct from a missing tensor)."""
+    """A model file that ends before its own header says it does; not a missing tensor."""
 
 
 class NumericsError(Ds4FlowError):

@@ -1,8 +1,8 @@
 """Sampling and lossless speculative sampling: pure functions on logits and numbered random draws.
 
-Promise: with drafts, the text is distributed exactly as without, and the same seed gives the same text.
-Random numbers are addressed by (seed, position, purpose), so they do not depend on how a run was cut
-into cycles.
+Promise: with drafts, the text is distributed exactly as without, and the same seed gives the same
+text. Random numbers are addressed by (seed, position, purpose), so they do not depend on how a run
+was cut into cycles.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ DRAFT, ACCEPT, CHOOSE = range(3)  # purposes of a random number at one position
 @dataclass(frozen=True)
 class Sampling:
     """Temperature and truncation. `temperature == 0` is greedy; `top_k == 0`, `top_p == 1` and
-    `min_p == 0` switch the respective truncation off. Applied in the order temperature, top-k, top-p,
-    min-p; the rest is renormalised.
+    `min_p == 0` switch the respective truncation off. Applied in the order temperature, top-k,
+    top-p, min-p; the rest is renormalised.
     """
 
     temperature: float = 0.0
@@ -130,9 +130,10 @@ def verify_sampled(
 ) -> Verdict:
     """Speculative sampling: keep draft d with probability `min(1, p(d) / q(d))`, else redraw.
 
-    `logits [len(drafts) + 1, V]` are the target's; `drafters[j]` is the distribution `[V]` that draft j
-    was drawn from; draft j stands at position `first + j`. The committed tokens are distributed as if
-    each had been sampled from the target (Leviathan et al. 2023, Chen et al. 2023).
+    `logits [len(drafts) + 1, V]` are the target's; `drafters[j]` is the distribution `[V]` that
+    draft j was drawn from; draft j stands at position `first + j`. The committed tokens are
+    distributed as if each had been sampled from the target (Leviathan et al. 2023, Chen et al.
+    2023).
     """
     if logits.shape[0] != len(drafts) + 1 or len(drafters) != len(drafts):
         raise ValueError(f"{logits.shape[0]} rows cannot verify {len(drafts)} drafts")

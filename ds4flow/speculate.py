@@ -24,10 +24,11 @@ class Draft:
 class Verdict:
     """What one verify pass decided.
 
-    `accepted` drafts are committed beside t0; `next_token` is the next t0. `relaxed` counts accepted
-    drafts that were not the target's argmax. `ratios[j]` is `p_target(draft j) / p_target(argmax)` of each
-    draft that was looked at; `gaps[j]` is the target's own top-2 logit gap of each row. `reason` is `full`
-    (all accepted), `mismatch` (not the argmax), `margin` (ratio below the margin) or `none` (no drafts).
+    `accepted` drafts are committed beside t0; `next_token` is the next t0. `relaxed` counts
+    accepted drafts that were not the target's argmax. `ratios[j]` is `p_target(draft j) /
+    p_target(argmax)` of each draft that was looked at; `gaps[j]` is the target's own top-2 logit
+    gap of each row. `reason` is `full` (all accepted), `mismatch` (not the argmax), `margin` (ratio
+    below the margin) or `none` (no drafts).
     """
 
     accepted: int
@@ -59,8 +60,8 @@ def verify(
 ) -> Verdict:
     """Accept the longest prefix of `drafts` against target `logits [len(drafts) + 1, V]` (float32).
 
-    Row j decides draft j. With `strict` or `margin == 1.0` a draft must be the target's argmax; otherwise
-    it is accepted when its probability is at least `margin` times that of the argmax.
+    Row j decides draft j. With `strict` or `margin == 1.0` a draft must be the target's argmax;
+    otherwise it is accepted when its probability is at least `margin` times that of the argmax.
     """
     if logits.shape[0] != len(drafts) + 1:
         raise ValueError(f"{logits.shape[0]} rows cannot verify {len(drafts)} drafts")

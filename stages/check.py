@@ -31,9 +31,10 @@ class NoCheck(Stage):
 class StateCheck(NoCheck):
     """Hashes window, compressor, indexer and MTP rows after every commit, ours and the twin's.
 
-    The pipeline calls it in setup to fork the cache, after the drafter to compare the MTP rows (which
-    the drafter has refreshed by then) and after the commit to compare the trunk's rows. The twin runs
-    the committed tokens one by one. The first difference stops the run and names layer and lane.
+    The pipeline calls it in setup to fork the cache, after the drafter to compare the MTP rows
+    (which the drafter has refreshed by then) and after the commit to compare the trunk's rows. The
+    twin runs the committed tokens one by one. The first difference stops the run and names layer
+    and lane.
     """
 
     twin: KVCache | None = field(default=None, init=False)
@@ -71,8 +72,8 @@ class StateCheck(NoCheck):
             raise Ds4FlowError(
                 f"check=state: after {twin.length} tokens (cycle {state.cycle}) the cache differs "
                 f"from plain decoding in {', '.join(different)}",
-                "with a relaxed margin the text itself is still the same tokens, so this is a fault "
-                "of the cache or of a kernel; run pipeline=parity to see whether logits differ",
+                "this is a fault of the cache or of a kernel; run pipeline=parity to see whether "
+                "the logits differ as well",
             )
 
     def close(self, state: State) -> None:

@@ -149,8 +149,8 @@ class MtpDrafter(Drafter):
                 drawn.append(source)
             gap = top_gap(logits)
             ends = token == state.tokenizer.eos and not self.ignore_eos
-            # The row before an end of text already tells it; verifying it would gain nothing. A drawn
-            # draft must stand, though: leaving some tokens out would bend the distribution.
+            # The row before an end of text already tells it; verifying it would gain nothing. A
+            # drawn draft must stand, though: leaving some tokens out would bend the distribution.
             if ends and state.sampling is None:
                 state.draft_end = "eos"
                 break

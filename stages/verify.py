@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ds4flow import speculate
-from ds4flow.errors import NumericsError
+from ds4flow.errors import NOT_FINITE, NumericsError
 from ds4flow.pipeline import Stage, State
 from ds4flow.sampling import Sampling, certain, verify_sampled
 
@@ -57,5 +57,5 @@ class Verify(Stage):
             raise NumericsError(
                 f"the target gave logits that are not finite in cycle {state.cycle}, row {row}, "
                 f"position {state.cache.length + row}",
-                "the weights or the kernels are at fault; check the file with its published digest",
+                NOT_FINITE,
             )

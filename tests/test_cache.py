@@ -1,6 +1,5 @@
 """Rewinding moves a cursor: against a plain twin that never wraps and never drafts."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from ds4flow.model.trunk import Model
 
 
 class PlainTwin(KVCache):
-    """Every buffer is as long as the context, grown by `cat`, and holds NaN where nothing is committed.
+    """Buffers as long as the context, grown by `cat`, NaN where nothing is committed.
 
     A read of a row that should not be visible turns the logits into NaN, which the model refuses.
     """
@@ -97,7 +96,7 @@ def test_the_bits_do_not_depend_on_the_prefill_chunk(model, chunk):
 
 
 def speculate_at_random(model: Model, start: int, draft_max: int, seed: int, passes: int) -> None:
-    """Passes with random wrong tails, each rolled back to a random length; the twin decodes plainly."""
+    """Passes with random tails, each rolled back to a random length; the twin decodes plainly."""
     draws = np.random.default_rng(seed)
     prompt = draws.integers(0, 320, start).tolist()
     context = start + (draft_max + 1) * passes

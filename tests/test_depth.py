@@ -61,7 +61,8 @@ def test_it_starts_again_when_drafting_begins_to_pay():
     *_, policy = drive(lambda _: 0.0, *cost, cycles=400)
     assert policy.choose(6).depth <= 1
     decisions, *_ = drive(lambda _: 0.9, *cost, cycles=1500, policy=policy)
-    assert decisions[-1].depth >= 3 and decisions[-1].why == "best"
+    assert decisions[-1].depth >= 3
+    assert decisions[-1].why == "best"
 
 
 def test_one_unlucky_cycle_decides_nothing():

@@ -92,7 +92,8 @@ def wrong_verify(logits, drafts, drafters, first, sampling):
 def two_token_counts(verifier, draws: int) -> tuple[np.ndarray, np.ndarray]:
     """Counts and expectations of the first two tokens of `draws` sequences, from one draft each.
 
-    The target's second distribution depends on its first token, so a bug in the hand-over shows too.
+    The target's second distribution depends on its first token, so a bug in the hand-over shows
+    too.
     """
     generator = torch.Generator().manual_seed(3)
     table = 1.5 * torch.randn(VOCAB + 1, VOCAB, generator=generator)

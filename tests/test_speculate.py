@@ -34,7 +34,8 @@ def test_top_gap_is_zero_on_a_tie():
 def test_all_drafts_right():
     verdict = verify(rows({1: 5.0}, {2: 5.0}, {3: 5.0}), [1, 2])
     assert (verdict.accepted, verdict.next_token, verdict.reason) == (2, 3, "full")
-    assert verdict.ratios == (1.0, 1.0) and verdict.relaxed == 0
+    assert verdict.ratios == (1.0, 1.0)
+    assert verdict.relaxed == 0
 
 
 def test_first_wrong_draft_ends_the_prefix():
@@ -71,7 +72,8 @@ def test_exact_mode_rejects_a_tied_token_with_a_higher_id():
 
 def test_an_argmax_draft_is_never_counted_as_relaxed():
     verdict = verify(rows({1: 5.0}, {3: 1.0}), [1], margin=0.2)
-    assert verdict.accepted == 1 and verdict.relaxed == 0
+    assert verdict.accepted == 1
+    assert verdict.relaxed == 0
 
 
 def test_rows_and_drafts_must_match():

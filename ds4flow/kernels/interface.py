@@ -23,11 +23,11 @@ from ds4flow.quants import QTensor
 
 @dataclass
 class CompressedRows:
-    """Buffers of one compressor. The row of block `j` covers positions `j*ratio .. j*ratio+ratio-1`.
+    """Buffers of one compressor; block `j` covers positions `j*ratio .. j*ratio+ratio-1`.
 
-    `values` and `scores` are float32 rings `[slots, c * width]` addressed by `position % slots` and hold
-    the compressor's projections of single positions (scores with the position embedding added);
-    `pool [capacity, width]` holds finished rows by block number.
+    `values` and `scores` are float32 rings `[slots, c * width]` addressed by `position % slots` and
+    hold the compressor's projections of single positions (scores with the position embedding
+    added); `pool [capacity, width]` holds finished rows by block number.
     """
 
     ratio: int
@@ -105,7 +105,7 @@ class Kernels(Protocol):
     def kv_rows(
         self, x: torch.Tensor, layer: LayerWeights, rope: Rope, window: torch.Tensor, start: int
     ) -> None:
-        """Project, norm, rotate and round the KV rows of `x [M, D]` and write them to the window."""
+        """Project, norm, rotate and round the KV rows of `x [M, D]` into the window."""
 
     def queries(
         self, x: torch.Tensor, layer: LayerWeights, rope: Rope, start: int

@@ -1,4 +1,4 @@
-"""Small arithmetic that every reference kernel shares, written so that a row never sees its neighbours.
+"""Small arithmetic of the reference kernels, written so that a row never sees its neighbours.
 
 `torch.sigmoid`, `silu` and `softplus` use another exponential in the vector body than in the scalar
 tail, so their bits depend on where a row lies in memory; `exp`, `log` and plain arithmetic do not.
@@ -23,10 +23,10 @@ def silu(x: torch.Tensor) -> torch.Tensor:
 
 
 def softplus(x: torch.Tensor) -> torch.Tensor:
-    """`log(1 + exp(x))`, elementwise; linear above 20 and accurate down to the smallest exponentials.
+    """`log(1 + exp(x))`, elementwise; linear above 20, accurate for the smallest exponentials.
 
-    `log1p` is written as `log(u) * e / (u - 1)` with `u = 1 + e` (Kahan), from operations whose bits do
-    not depend on the position in memory.
+    `log1p` is written as `log(u) * e / (u - 1)` with `u = 1 + e` (Kahan), from operations whose
+    bits do not depend on the position in memory.
     """
     e = torch.exp(torch.clamp(x, max=20.0))
     u = 1.0 + e
@@ -82,7 +82,7 @@ def fp4_round_trip(x: torch.Tensor) -> torch.Tensor:
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
-    """Orthonormal Walsh-Hadamard transform (natural order) of the last axis, a power of two wide."""
+    """Orthonormal Walsh-Hadamard transform (natural order) of the last axis, 2^n wide."""
     width = x.shape[-1]
     y = x
     span = 1
@@ -97,8 +97,8 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
 def sinkhorn(scores: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     """Doubly stochastic mixing matrices from `scores [M, N, N]` (row: old stream, column: new one).
 
-    Softmax over each row, then column and row normalisations in turn, ending on a column one, as the
-    manifold-constrained hyper-connections paper prescribes.
+    Softmax over each row, then column and row normalisations in turn, ending on a column one, as
+    the manifold-constrained hyper-connections paper prescribes.
     """
     mix = torch.softmax(scores, dim=-1) + eps
     mix = mix / (mix.sum(-2, keepdim=True) + eps)

@@ -1,8 +1,8 @@
 """The reference kernels: plain torch, readable; they define what every other backend must compute.
 
-Row-invariant: matrix products always run on blocks of the same number of rows (zero padded), all else is
-elementwise, a reduction inside one row, or a loop over rows in which each row's shapes depend on its own
-position only.
+Row-invariant: matrix products always run on blocks of the same number of rows (zero padded), all
+else is elementwise, a reduction inside one row, or a loop over rows in which each row's shapes
+depend on its own position only.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class ReferenceKernels:
     def prepare(self, weights: Sequence[QTensor]) -> None:
         """Check on this machine that rows of a padded product ignore their place and neighbours.
 
-        Which products have this property depends on the CPU and on the library, so it is measured for
-        every shape; where it fails, products run one row at a time, which is invariant by construction.
+        Which products have this property depends on the CPU and on the library, so it is measured
+        for every shape; where it fails, products run one row at a time, which is invariant by
+        construction.
         """
         shapes = {weight.shape[-2:] for weight in weights}
         # the grouped output projection multiplies one group's rows at a time
@@ -140,7 +141,7 @@ class ReferenceKernels:
     def hc_post(
         self, block: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
     ) -> torch.Tensor:
-        """New streams: stream j gets `post_j * block` plus the old streams by column j of `comb`."""
+        """New streams: j gets `post_j * block` plus the old streams by column j of `comb`."""
         total = post[:, :, None] * block[:, None, :]
         for i in range(streams.shape[1]):
             total = total + comb[:, i, :, None] * streams[:, i, None, :]

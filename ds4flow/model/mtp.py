@@ -1,7 +1,7 @@
 """The multi-token-prediction block: drafts from the trunk's streams, one token deeper a step.
 
-Alignment is the trained one: row q pairs the streams of position q-1 with the token at q and predicts
-the token at q+1. Row 0 has no predecessor and gets zero streams.
+Alignment is the trained one: row q pairs the streams of position q-1 with the token at q and
+predicts the token at q+1. Row 0 has no predecessor and gets zero streams.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ds4flow.errors import NumericsError
+from ds4flow.errors import NOT_FINITE, NumericsError
 from ds4flow.kernels.interface import Cache, Kernels
 from ds4flow.model.config import ModelConfig
 from ds4flow.model.layer import layer_forward
@@ -54,8 +54,8 @@ class MtpBlock:
     def warm(self, streams: torch.Tensor, tokens: Sequence[int], first: int, cache: Cache) -> None:
         """Write the window rows of positions `first ..` without running the whole block.
 
-        `streams [M, N, D]` are the trunk's of positions `first-1 ..`; `tokens` lie at `first ..`. A row
-        depends on its own pair only. Rows that no later draft can see are skipped.
+        `streams [M, N, D]` are the trunk's of positions `first-1 ..`; `tokens` lie at `first ..`. A
+        row depends on its own pair only. Rows that no later draft can see are skipped.
         """
         skipped = max(0, len(tokens) - self.config.window)
         streams, tokens, first = streams[skipped:], tokens[skipped:], first + skipped
@@ -74,8 +74,8 @@ class MtpBlock:
     ) -> None:
         """Write the rows of `tokens` (positions `first ..`) that the trunk has just processed.
 
-        `streams [M, N, D]` are the trunk's of the same positions, `previous [N, D]` those of position
-        `first-1` (None at position 0).
+        `streams [M, N, D]` are the trunk's of the same positions, `previous [N, D]` those of
+        position `first-1` (None at position 0).
         """
         head = torch.zeros_like(streams[0]) if previous is None else previous
         self.warm(torch.cat((head[None], streams[:-1])), tokens, first, cache)
@@ -99,7 +99,7 @@ class MtpBlock:
         if not bool(torch.isfinite(logits).all()):
             raise NumericsError(
                 f"the MTP block gave logits that are not finite at position {first}",
-                "the weights or the kernels are at fault; check the file with its published digest",
+                NOT_FINITE,
             )
         return logits, out
 

@@ -1,7 +1,7 @@
 """Numerics profiles: which simulated quantisations of the cached rows are applied.
 
-`official` is the arithmetic that the released weights were trained with; `plain` applies none and is
-what llama.cpp and transformers compute.
+`official` is the arithmetic that the released weights were trained with; `plain` applies none and
+is what llama.cpp and transformers compute.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ds4flow.errors import UsageError, near_match
 class Profile:
     """Switches of one numerics profile.
 
-    `kv_fp8`: E4M3 round trip (blocks of 64, power-of-two scale) of the non-rotary channels of raw and
-    compressed KV rows. `index_fp4`: Hadamard transform and E2M1 round trip (blocks of 32) of indexer
-    queries and keys. `exact_angles`: rotary angles formed in float64; otherwise one float32 product of
-    position and frequency, as in the vendor's inference code.
+    `kv_fp8`: E4M3 round trip (blocks of 64, power-of-two scale) of the non-rotary channels of raw
+    and compressed KV rows. `index_fp4`: Hadamard transform and E2M1 round trip (blocks of 32) of
+    indexer queries and keys. `exact_angles`: rotary angles formed in float64; otherwise one float32
+    product of position and frequency, as in the vendor's inference code.
     """
 
     name: str

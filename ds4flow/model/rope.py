@@ -42,7 +42,8 @@ def frequencies(config: ModelConfig, compressed: bool) -> torch.Tensor:
 class Rope:
     """Cosines and sines by absolute position for one kind of layer.
 
-    `exact` forms the angle in float64; otherwise frequency and product are rounded to float32 first.
+    `exact` forms the angle in float64; otherwise frequency and product are rounded to float32
+    first.
     """
 
     def __init__(

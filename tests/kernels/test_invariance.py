@@ -1,4 +1,4 @@
-"""Row invariance of every kernel of every backend: row i of M rows has the bits of the row alone."""
+"""Row invariance of every kernel and backend: row i of M rows has the bits of the row alone."""
 
 from pathlib import Path
 
@@ -144,7 +144,7 @@ def test_attention_of_each_ratio(model, rows, index, m):
     seed=st.integers(0, 2**31),
 )
 def test_neighbours_never_leak(model, m, place, scale, seed):
-    """A row keeps its bits whatever finite values its neighbours hold, through a whole layer's weights."""
+    """A row keeps its bits whatever finite values its neighbours hold."""
     place %= m
     layer = model.weights.layers[-1]
     x = random(m, model.config.dim, seed=seed)

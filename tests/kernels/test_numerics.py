@@ -103,7 +103,8 @@ def test_a_row_has_the_same_bits_alone_and_in_company(name, width):
 
 @pytest.mark.parametrize("width", [1, 4, 7, 8, 24, 100])
 def test_gates_are_row_invariant_at_odd_widths(width):
-    # library sigmoid and silu fail here: their vector body and scalar tail use different exponentials
+    # library sigmoid and silu fail here: their vector body and scalar tail use different
+    # exponentials
     rows = 4 * torch.randn(9, width, generator=torch.Generator().manual_seed(width))
     for operation in (numerics.sigmoid, numerics.silu, numerics.softplus):
         together = operation(rows)

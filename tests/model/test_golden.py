@@ -126,7 +126,7 @@ def test_residual_streams_match_layer_by_layer(name, load, arrays, monkeypatch):
         assert np.abs(ours.numpy() - wanted).max() <= 1e-3 * wanted.std()
 
 
-@pytest.mark.parametrize("length", (16, 200))
+@pytest.mark.parametrize("length", [16, 200])
 @pytest.mark.parametrize("name", NAMES)
 def test_mtp_teacher_forced_in_both_layouts(name, length, load, arrays):
     data = arrays(name)
@@ -145,7 +145,7 @@ def test_mtp_teacher_forced_in_both_layouts(name, length, load, arrays):
     assert torch.equal(results[0], results[1])
 
 
-@pytest.mark.parametrize("length", (16, 200))
+@pytest.mark.parametrize("length", [16, 200])
 @pytest.mark.parametrize("name", NAMES)
 def test_mtp_chain_of_drafts(name, length, load, arrays):
     model, data = load(name, "mtp-support"), arrays(name)

@@ -52,7 +52,8 @@ def test_rows_across_a_block_boundary_equal_single_rows():
     cos, sin = rope.rows(BLOCK - 3, 6)
     for i in range(6):
         one_cos, one_sin = Rope(shipped(), compressed=True, exact=True).rows(BLOCK - 3 + i, 1)
-        assert torch.equal(cos[i], one_cos[0]) and torch.equal(sin[i], one_sin[0])
+        assert torch.equal(cos[i], one_cos[0])
+        assert torch.equal(sin[i], one_sin[0])
 
 
 def test_steps_take_every_nth_position():
@@ -66,7 +67,8 @@ def test_rotation_touches_only_the_last_channels_and_inverts():
     x = torch.randn(3, 96, generator=torch.Generator().manual_seed(0))
     cos, sin = rope.rows(1000, 3)
     y = rotate(x, cos, sin)
-    assert torch.equal(y[:, :32], x[:, :32]) and not torch.equal(y[:, 32:], x[:, 32:])
+    assert torch.equal(y[:, :32], x[:, :32])
+    assert not torch.equal(y[:, 32:], x[:, 32:])
     torch.testing.assert_close(rotate(y, cos, -sin), x, rtol=0, atol=1e-6)
 
 
