@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -68,24 +69,31 @@ def interleave(
     """
     names = list(arms)
     results: dict[str, list[T]] = {name: [] for name in names}
-    for number in range(-warmup, repeats):
-        if say is not None:
-            say(f"warm-up {number + warmup + 1}" if number < 0 else f"round {number + 1}/{repeats}")
-        shift = number % len(names) if names else 0
-        for name in names[shift:] + names[:shift]:
-            result = _undisturbed(arms[name])
-            if number >= 0:
-                results[name].append(result)
+    with _no_collections():
+        for number in range(-warmup, repeats):
+            if say is not None:
+                warm = f"warm-up {number + warmup + 1}"
+                say(warm if number < 0 else f"round {number + 1}/{repeats}")
+            shift = number % len(names) if names else 0
+            for name in names[shift:] + names[:shift]:
+                gc.collect()
+                result = arms[name]()
+                if number >= 0:
+                    results[name].append(result)
     return results
 
 
-def _undisturbed(arm: Callable[[], T]) -> T:
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Collect on request only, and then only what was made since."""
     enabled = gc.isenabled()
     gc.collect()
+    gc.freeze()
     gc.disable()
     try:
-        return arm()
+        yield
     finally:
+        gc.unfreeze()
         if enabled:
             gc.enable()
 
