@@ -199,10 +199,10 @@ class Header:
         if not (kind in SCALARS or nested or kind == GGUFValueType.STRING):
             self._fail(f"{key} has the unknown element type {kind}")
         least = SCALARS[kind].size if kind in SCALARS else 12 if nested else 8
+        if nested and depth >= NESTING_LIMIT:
+            self._fail(f"{key} has lists in lists to a depth that no model has")
+        self._check_count(count, ELEMENT_LIMIT - self._elements, least, f"length of {key}")
         self._elements += count
-        if self._elements > ELEMENT_LIMIT or (nested and depth >= NESTING_LIMIT):
-            self._fail(f"{key} is a list of {count} elements or a depth that no model has")
-        self._check_count(count, ELEMENT_LIMIT, least, f"length of {key}")
         if kind == GGUFValueType.STRING:
             return self._strings(key, count)
         if nested:

@@ -305,7 +305,7 @@ def file_of(*entries: bytes, body: int = 4096) -> bytes:
         (header(0, 1) + string("k") + encode("x")[:4] + string(b"\x80"), "not UTF-8"),
         (header(0, 1) + string("k") + struct.pack("<IIQ", 9, 8, 2) + string(b"a") + string(b"\x80"),
          "k[1] is not UTF-8"),
-        (header(0, 1) + string("k") + struct.pack("<IIQ", 9, 9, 1) * 9 + bytes(64), "depth"),
+        (header(0, 1) + string("k") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 9 + bytes(64), "no model has"),
     ],
 )  # fmt: skip
 def test_damaged_headers_name_the_place(tmp_path: Path, data: bytes, word: str):
@@ -371,10 +371,18 @@ def test_huge_lengths_inside_a_huge_file(tmp_path: Path):
             with pytest.raises(ModelFileError) as caught:
                 GgufFile.open(path)
             assert not isinstance(caught.value, TruncatedFileError)
+            assert "more than any model" in caught.value.what
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
         path.unlink()
+
+
+def test_many_lists_share_one_budget(tmp_path: Path):
+    size = 3 << 19
+    entries = [string(f"k{i}") + struct.pack("<IIQ", 9, 0, size) + bytes(size) for i in range(2)]
+    error = refused(tmp_path / "model.gguf", header(0, 2) + b"".join(entries))
+    assert f"length of k1 is {size}, more than any model has" in error.what
 
 
 # --- split models ---------------------------------------------------------------------------------
