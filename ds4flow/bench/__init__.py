@@ -1,1 +1,4 @@
-"""Measuring: speed, cost of passes, speculation against greedy decoding, and other engines."""
+"""Measuring: speed, cost of passes, speculation against greedy decoding, and other engines.
+
+Nothing is imported here: timed starts and the peer's process begin with this package.
+"""

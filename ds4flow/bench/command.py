@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from ds4flow import chat, origin
-from ds4flow.bench.decoding import AUTO_MAX, Arm, measure_decoding, measure_peer
+from ds4flow.bench.decoding import Arm, measure_decoding, measure_peer
 from ds4flow.bench.engine import Engine
 from ds4flow.bench.machine import measure_start, read_bandwidth
 from ds4flow.bench.output import csv_text, json_text, show, write_text
@@ -287,11 +287,3 @@ def _rates(text: str) -> tuple[float, ...]:
             f"--oracle {text} is not a list of acceptance rates", "use e.g. 0.8,0.8 for two drafts"
         )
     return values
-
-
-def with_settings(options: BenchOptions, **changes: int) -> BenchOptions:
-    """The options with some of their settings changed."""
-    return replace(options, settings=replace(options.settings, **changes))
-
-
-__all__ = ["AUTO_MAX", "SECTIONS", "BenchOptions", "bench_command", "numbers", "with_settings"]

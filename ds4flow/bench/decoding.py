@@ -12,10 +12,8 @@ from ds4flow.bench.peer import Peer, PeerRun
 from ds4flow.bench.results import PeerResult, SpeculationResult
 from ds4flow.bench.samples import Samples, interleave, samples
 from ds4flow.bench.settings import Say, Settings, check_context, quiet
-from ds4flow.depth import DepthPolicy
+from ds4flow.depth import AUTO_DEPTH_MAX, DepthPolicy
 from ds4flow.traffic import selects, weight_traffic
-
-AUTO_MAX = 4  # deepest drafting that `auto` considers
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Arm:
     @property
     def deepest(self) -> int:
         """The most drafts a cycle can have."""
-        return AUTO_MAX if self.depth is None else self.depth
+        return AUTO_DEPTH_MAX if self.depth is None else self.depth
 
 
 GREEDY = Arm(0)
@@ -111,7 +109,7 @@ def _speculate(
 
 
 def _depth(arm: Arm) -> int | DepthPolicy:
-    return DepthPolicy(AUTO_MAX) if arm.depth is None else arm.depth
+    return DepthPolicy(AUTO_DEPTH_MAX) if arm.depth is None else arm.depth
 
 
 def _drafter(engine: Engine, arm: Arm, start: Start, recorded: Sequence[int]) -> Drafter:

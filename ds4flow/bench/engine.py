@@ -198,13 +198,13 @@ def speculative(
     written = 0
     started = time.perf_counter()
     while len(run.tokens) < count:
+        begun = time.perf_counter()
         if fresh is not None:
             first, rows, streams = fresh
             final = min(written, 1)  # the first row of a draft pass came from the target's streams
             if final < len(rows):
                 block.warm(streams[final:], rows[final:], first + final, cache)
         wanted = depth if isinstance(depth, int) else depth.choose(depth.depth_max).depth
-        begun = time.perf_counter()
         drafts = drafter.propose(block, hidden, token, wanted, cache)
         written = len(drafts)
         drafted_at = time.perf_counter()
@@ -212,15 +212,6 @@ def speculative(
         streams = model.forward(rows, cache)
         logits = model.logits(streams)
         verdict = verify(logits, rows[1:], strict=True)
-        verified_at = time.perf_counter()
-        if isinstance(depth, DepthPolicy):
-            depth.observe(
-                drafted=len(drafts),
-                accepted=verdict.accepted,
-                steps=len(drafts),
-                draft_s=drafted_at - begun,
-                verify_s=verified_at - drafted_at,
-            )
         kept = verdict.accepted + 1
         if sink is not None:
             for row in range(kept):
@@ -229,6 +220,14 @@ def speculative(
         cache.commit(kept)
         hidden, token = streams[kept - 1], verdict.next_token
         _count(run, rows[:kept], verdict, len(drafts))
+        if isinstance(depth, DepthPolicy):
+            depth.observe(
+                drafted=len(drafts),
+                accepted=verdict.accepted,
+                steps=len(drafts),
+                draft_s=drafted_at - begun,
+                verify_s=time.perf_counter() - drafted_at,
+            )
     run.seconds = time.perf_counter() - started
     return run
 
