@@ -23,7 +23,12 @@ from demo.model import DemoConfig, Mode, Params
 from demo.train import Schedule
 from tokenizers import Tokenizer
 
-PROMPTS = ("def read_lines(path):", "class Stack:\n", "import os\nimport sys\n\n\ndef main(")
+PROMPTS = (
+    'def read_lines(path):\n    """Return the lines of a text file."""\n',
+    "def read_lines(path):",
+    "class Stack:\n",
+    "import os\nimport sys\n\n\ndef main(",
+)
 
 
 def load_corpus(
@@ -80,8 +85,8 @@ def mtp_schedule(minutes: float) -> Schedule:
         quant_from=0.7,
         decay_from=0.3,
         warmup=30,
-        muon_lr=0.01,
-        adam_lr=0.002,
+        muon_lr=0.015,
+        adam_lr=0.003,
     )
 
 
@@ -145,7 +150,7 @@ def run_export(
         "float_loss": train.held_out_loss(cfg, trunk, held, Mode()),
         "gguf_loss": train.held_out_loss(cfg, params, held, Mode()),
         **train.agreement(cfg, params, held[:, :-1], Mode()),
-        **greedy_agreement(cfg, params, held[:6, :64], 64),
+        **greedy_agreement(cfg, params, held[:10, :64], 64),
     }
     samples = [(p, tok.decode(greedy(cfg, params, [0, *tok.encode(p).ids], 96))) for p in PROMPTS]
     write_card(
