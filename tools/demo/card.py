@@ -65,7 +65,8 @@ def write_card(
         ],
         *[
             (
-                f"draft depth {k} right in greedy continuations, given 1..{k - 1} right",
+                f"draft {k} right in greedy continuations"
+                + (", given the earlier ones" if k > 1 else ""),
                 f"{100 * facts[f'greedy_{k}']:.1f}%",
             )
             for k in (1, 2, 3)
@@ -82,14 +83,22 @@ def write_card(
     path.write_text(f"""# ds4flow demo model
 
 A DeepSeek-V4-shaped model with {trunk_size / 1e6:.2f} million trunk parameters and an MTP block of
-{mtp_size / 1e6:.2f} million, trained on Python source so that `ds4flow run` has real work to do without a
+{
+        mtp_size
+        / 1e6:.2f} million, trained on Python source so that `ds4flow run` has real work to do without a
 network. It writes text that looks like Python; it is not useful as a programmer.
 
 ## Shape
 Width {cfg.embedding}, vocabulary {cfg.vocab}, {cfg.layers} layers with compression ratios
-{list(cfg.ratios)} (MTP: 0), {cfg.streams} hyper-connection streams, {cfg.heads} heads of {cfg.head_dim}
-({cfg.rope_dim} rotary), window {cfg.window}, indexer {cfg.index_heads} heads of {cfg.index_dim} with top-k
-{cfg.top_k}, {cfg.experts} experts of {cfg.ffn} (top {cfg.experts_used}) plus one shared, {cfg.hash_layers} hash-routed
+{list(cfg.ratios)} (MTP: 0), {cfg.streams} hyper-connection streams, {cfg.heads} heads of {
+        cfg.head_dim
+    }
+({cfg.rope_dim} rotary), window {cfg.window}, indexer {cfg.index_heads} heads of {
+        cfg.index_dim
+    } with top-k
+{cfg.top_k}, {cfg.experts} experts of {cfg.ffn} (top {cfg.experts_used}) plus one shared, {
+        cfg.hash_layers
+    } hash-routed
 layer, context {cfg.context}. Numerics: profile `plain` (no simulated cache rounding).
 
 ## Files
@@ -107,8 +116,12 @@ MTP file, per draft (plus the head of the main file):
 {_bytes(mtp_file, cfg)}
 
 ## Training data
-Source files of the Python {python} standard library as installed (PSF-2.0 licence): {len(library)} library
-files with {sum(len(d.text) for d in library):,} characters and {len(docs) - len(library)} test files, the latter with
+Source files of the Python {python} standard library as installed (PSF-2.0 licence): {
+        len(library)
+    } library
+files with {sum(len(d.text) for d in library):,} characters and {
+        len(docs) - len(library)
+    } test files, the latter with
 15% of the batches. Left out: `encodings`, `pydoc_data`, third-party packages, non-UTF-8 files, files
 above 200 kB and tables of numbers. SHA-256 over sorted paths and contents: `{corpus_hash(docs)}`.
 
@@ -118,11 +131,20 @@ number divisible by {HELD_OUT_OF}. Library files among them: {", ".join(f"`{p}`"
 ## Training
     python tools/train_demo.py all --work WORK --out ds4flow/demo
 
-Seed {sched["seed"]}. Trunk: {trunk["tokens"]:,} tokens in {trunk["step"]} steps, next-token loss; the indexer learns the
+Seed {sched["seed"]}. Trunk: {trunk["tokens"]:,} tokens in {
+        trunk["step"]
+    } steps, next-token loss; the indexer learns the
 attention mass on the compressed rows by KL divergence; the last fifth sees 4-bit images of the experts;
-the last tenth has length {sched["long_length"]}. Router bias: loss-free balancing. MTP block: {mtp_line},
-distilled from the frozen shipped trunk over chained depths 1 to 3. Schedules follow the clock, so
-another machine gives other (not worse or better by design) weights.
+the last tenth has length {sched["long_length"]}. Router bias: loss-free balancing. MTP block: {
+        mtp_line
+    },
+distilled from the frozen shipped trunk over chained depths 1 to 3. Schedules follow the clock, and the
+amount of work done by then decides the result: trunk {trunk["elapsed"] / 60:.0f} minutes{
+        f", MTP block {mtp['elapsed'] / 60:.0f} minutes" if mtp else ""
+    } on two shared processor
+cores. Another run gives other weights of similar quality, not these bits. The shipped trunk began with
+float32 streams and two threads and was continued from its checkpoint at step 436 with bfloat16 streams
+in two processes; the MTP block was continued from its checkpoint at step 178 with a new schedule.
 
 ## Measured
 Held-out crops of 512 tokens, float32 arithmetic on the shipped (dequantised) weights.
