@@ -1,0 +1,233 @@
+"""A model of the published dimensions and block formats with random weights, made where it is used.
+
+For measuring speed and for compiling kernels at their real shapes; its text means nothing. On the
+`meta` device it takes no memory at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from ds4flow.model.config import ModelConfig
+from ds4flow.model.weights import (
+    CompressorWeights,
+    HeadWeights,
+    HyperWeights,
+    IndexerWeights,
+    LayerWeights,
+    MoeWeights,
+    MtpWeights,
+    TrunkWeights,
+)
+from ds4flow.quants import QTensor
+
+FLASH = ModelConfig(
+    layers=43,
+    dim=4096,
+    vocab=129280,
+    streams=4,
+    sinkhorn=20,
+    heads=64,
+    head_dim=512,
+    rope_dim=64,
+    q_rank=1024,
+    groups=8,
+    o_rank=1024,
+    window=128,
+    ratios=(0, 0, *(4 if layer % 2 == 0 else 128 for layer in range(2, 43)), 0),
+    index_heads=64,
+    index_dim=128,
+    top_k=512,
+    experts=256,
+    experts_used=6,
+    experts_shared=1,
+    expert_dim=2048,
+    hash_layers=3,
+    expert_scale=1.5,
+    expert_norm=True,
+    clamp=(10.0,) * 44,
+    clamp_shared=(10.0,) * 44,
+    eps=1e-6,
+    eps_hc=1e-6,
+    rope_base=10000.0,
+    rope_base_compress=160000.0,
+    yarn_factor=16.0,
+    yarn_original=65536,
+    yarn_beta_fast=32.0,
+    yarn_beta_slow=1.0,
+    context_length=1048576,
+)
+"""DeepSeek-V4-Flash."""
+
+MIXES: Mapping[str, Mapping[str, str]] = {
+    "q2": {"gate": "IQ2_XXS", "up": "IQ2_XXS", "down": "Q2_K"},
+    "q4": {"gate": "Q4_K", "up": "Q4_K", "down": "Q4_K"},
+    "q8": {"gate": "Q8_0", "up": "Q8_0", "down": "Q8_0"},
+}
+"""Types of the routed experts: the two published files, and one for small dimensions.
+
+All other weights are Q8_0, F16 or F32.
+"""
+
+_FACTORS = {"Q8_0": (0, 1), "Q4_K": (0, 2), "Q2_K": (80, 2), "IQ2_XXS": (0, 1)}
+"""Byte and number of the halves that scale a block."""
+_SPREAD = {"Q8_0": 74.0, "Q4_K": 290.0, "Q2_K": 14.0, "IQ2_XXS": 62.0}
+"""Standard deviation of random codes times their inner scales, roughly."""
+
+
+class Synthesis:
+    """Makes random weights of given types on a device; the same seed gives the same bits there."""
+
+    def __init__(self, config: ModelConfig, mix: str, device: torch.device, seed: int = 0) -> None:
+        self.config = config
+        self.experts = MIXES[mix]
+        self.mtp_experts = MIXES["q8" if mix == "q8" else "q4"]
+        self.device = device
+        self._count = 0
+        self._generator: torch.Generator | None = None
+        if device.type != "meta":
+            self._generator = torch.Generator(device).manual_seed(seed)
+
+    def _normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        return scale * torch.randn(shape, generator=self._generator, device=self.device)
+
+    def matrix(self, kind: str, *shape: int, gain: float = 1.0) -> QTensor:
+        """A weight whose products have about the size of their input, times `gain`."""
+        self._count += 1
+        name = f"synth.{self._count}"
+        scale = gain / math.sqrt(shape[-1])
+        if kind in ("F32", "F16"):
+            value = self._normal(*shape, scale=scale)
+            return QTensor(name, kind, shape, value if kind == "F32" else value.half())
+        block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+        blocks = math.prod(shape[:-1]) * (shape[-1] // block)
+        data = torch.randint(
+            0, 256, (blocks, size), dtype=torch.uint8, generator=self._generator, device=self.device
+        )
+        at, count = _FACTORS[kind]
+        factor = torch.full((blocks, count), scale / _SPREAD[kind], device=self.device).half()
+        data[:, at : at + 2 * count] = factor.view(torch.uint8)
+        return QTensor(name, kind, shape, data.reshape(*shape[:-1], -1))
+
+    def _ones(self, width: int) -> torch.Tensor:
+        return torch.ones(width, device=self.device)
+
+    def hyper(self, *, head: bool, kind: str = "F16") -> HyperWeights:
+        """A hyper-connection near the identity."""
+        c = self.config
+        mix = c.streams if head else (2 + c.streams) * c.streams
+        scale = torch.full((1 if head else 3,), 0.1, device=self.device)
+        return HyperWeights(
+            self.matrix(kind, mix, c.streams * c.dim), self._normal(mix, scale=0.1), scale
+        )
+
+    def _compressor(self, ratio: int, width: int) -> CompressorWeights:
+        line = width * (2 if ratio == 4 else 1)
+        return CompressorWeights(
+            self.matrix("F16", line, self.config.dim),
+            self.matrix("F16", line, self.config.dim),
+            self._normal(ratio, line, scale=0.1),
+            self._ones(width),
+        )
+
+    def _moe(self, hashed: bool, experts: Mapping[str, str], router: str) -> MoeWeights:
+        c = self.config
+        table = None
+        if hashed:
+            shape = (c.vocab, c.experts_used)
+            table = torch.randint(
+                0,
+                c.experts,
+                shape,
+                dtype=torch.int32,
+                generator=self._generator,
+                device=self.device,
+            )
+        inner = (c.experts, c.expert_dim, c.dim)
+        return MoeWeights(
+            router=self.matrix(router, c.experts, c.dim),
+            bias=None if hashed else self._normal(c.experts, scale=0.1),
+            table=table,
+            gate=self.matrix(experts["gate"], *inner),
+            up=self.matrix(experts["up"], *inner),
+            down=self.matrix(experts["down"], c.experts, c.dim, c.expert_dim),
+            shared_gate=self.matrix("Q8_0", c.expert_dim, c.dim),
+            shared_up=self.matrix("Q8_0", c.expert_dim, c.dim),
+            shared_down=self.matrix("Q8_0", c.dim, c.expert_dim),
+        )
+
+    def layer(self, index: int, ratio: int, *, hashed: bool, mtp: bool = False) -> LayerWeights:
+        """One layer, with the types of the main file or of the MTP file."""
+        c = self.config
+        small = "F32" if mtp else "F16"
+        indexer = None
+        if ratio == 4:
+            indexer = IndexerWeights(
+                self.matrix("F16", c.index_heads * c.index_dim, c.q_rank),
+                self.matrix("F16", c.index_heads, c.dim),
+                self._compressor(4, c.index_dim),
+            )
+        return LayerWeights(
+            index=index,
+            ratio=ratio,
+            clamp=c.clamp[index],
+            clamp_shared=c.clamp_shared[index],
+            hc_attn=self.hyper(head=False, kind=small),
+            attn_norm=self._ones(c.dim),
+            q_a=self.matrix("Q8_0", c.q_rank, c.dim),
+            q_a_norm=self._ones(c.q_rank),
+            q_b=self.matrix("Q8_0", c.heads * c.head_dim, c.q_rank),
+            kv=self.matrix("Q8_0", c.head_dim, c.dim),
+            kv_norm=self._ones(c.head_dim),
+            sinks=self._normal(c.heads),
+            out_a=self.matrix("Q8_0", c.groups * c.o_rank, c.head_dim * c.heads // c.groups),
+            out_b=self.matrix("Q8_0", c.dim, c.groups * c.o_rank),
+            compressor=self._compressor(ratio, c.head_dim) if ratio else None,
+            indexer=indexer,
+            hc_ffn=self.hyper(head=False, kind=small),
+            ffn_norm=self._ones(c.dim),
+            moe=self._moe(hashed, self.mtp_experts if mtp else self.experts, small),
+        )
+
+    def trunk(self) -> TrunkWeights:
+        """All layers, embedding and head."""
+        c = self.config
+        return TrunkWeights(
+            embed=self.matrix("F16", c.vocab, c.dim, gain=math.sqrt(c.dim)),
+            output=self.matrix("Q8_0", c.vocab, c.dim),
+            head=HeadWeights(self.hyper(head=True), self._ones(c.dim)),
+            layers=tuple(
+                self.layer(i, c.ratio(i), hashed=i < c.hash_layers) for i in range(c.layers)
+            ),
+        )
+
+    def mtp(self) -> MtpWeights:
+        """The MTP block in the support file's layout."""
+        c = self.config
+        return MtpWeights(
+            e_proj=self.matrix("Q8_0", c.dim, c.dim),
+            h_proj=self.matrix("Q8_0", c.dim, c.dim),
+            enorm=self._ones(c.dim),
+            hnorm=self._ones(c.dim),
+            layer=self.layer(c.layers, c.mtp_ratio, hashed=False, mtp=True),
+            head=HeadWeights(self.hyper(head=True, kind="F32"), self._ones(c.dim)),
+            layout="mtp.0",
+        )
+
+
+def shortened(config: ModelConfig, layers: int) -> ModelConfig:
+    """The first layers of a model and its MTP block, all else unchanged."""
+    keep = (*range(layers), config.layers)
+    return replace(
+        config,
+        layers=layers,
+        ratios=tuple(config.ratios[i] for i in keep),
+        clamp=tuple(config.clamp[i] for i in keep),
+        clamp_shared=tuple(config.clamp_shared[i] for i in keep),
+        hash_layers=min(config.hash_layers, layers),
+    )
