@@ -36,9 +36,24 @@ def _cpu_kernels(config: ModelConfig, profile: Profile) -> Kernels:
     return CpuKernels(config, profile)
 
 
+def _gpu_kernels(config: ModelConfig, profile: Profile) -> Kernels:
+    """The Triton backend; imported when chosen, because Triton is optional and slow to load."""
+    try:
+        from ds4flow.kernels.gpu.backend import GpuKernels, report_progress
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "triton":
+            raise
+        raise UsageError(
+            "runtime.kernels=gpu needs triton, which is not installed",
+            "pip install 'ds4flow[gpu]', or use runtime.kernels=reference",
+        ) from error
+    return GpuKernels(config, profile, progress=report_progress)
+
+
 BACKENDS: dict[str, Callable[[ModelConfig, Profile], Kernels]] = {
     "reference": ReferenceKernels,
     "cpu": _cpu_kernels,
+    "gpu": _gpu_kernels,
 }
 
 

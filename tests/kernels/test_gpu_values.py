@@ -1,4 +1,4 @@
-"""Runs `interpreted.py` in a process of its own, with Triton's interpreter on."""
+"""Runs `triton_values.py` in a process of its own, with Triton's interpreter on."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ def run(selection: str) -> None:
             "-m",
             selection,
             "--durations=5",
-            str(HERE / "interpreted.py"),
+            str(HERE / "triton_values.py"),
         ],
         env=environment,
         cwd=HERE.parent.parent,

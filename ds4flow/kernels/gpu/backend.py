@@ -639,10 +639,11 @@ class GpuKernels:
 
 
 def report_progress(done: int, total: int) -> None:
-    """Show on stderr how much of the weights lies on the device."""
-    end = "\n" if done == total else ""
-    print(f"\rweights to the device: {done / 2**30:.1f} of {total / 2**30:.1f} GiB", end=end,
-          file=sys.stderr, flush=True)  # fmt: skip
+    """Show on stderr how much of the weights lies on the device; only the end where nobody watches."""
+    if done == total or sys.stderr.isatty():
+        sizes = f"{done / 2**30:.1f} of {total / 2**30:.1f} GiB"
+        print(f"\rweights to the device: {sizes}", end="\n" if done == total else "",
+              file=sys.stderr, flush=True)  # fmt: skip
 
 
 def _tiles(count: int, tile: int) -> int:

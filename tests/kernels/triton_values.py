@@ -1,9 +1,9 @@
-"""The Triton kernels against the reference kernels, in Triton's interpreter.
+"""The Triton kernels against the reference kernels, in Triton's interpreter or on a GPU.
 
 Not collected by itself: the interpreter and the compiler cannot share a process, so
-`test_gpu_values.py` runs this file in one with TRITON_INTERPRET=1. Equal bits of a row in any
-company are checked beside the values, because the interpreter can be wrong in the same way for
-every row.
+`test_gpu_values.py` runs this file in one with TRITON_INTERPRET=1, and `tools/gpu_check.sh` without
+it on a GPU. Equal bits of a row in any company are checked beside the values, because the
+interpreter can be wrong in the same way for every row.
 """
 
 import copy
@@ -22,6 +22,7 @@ from ds4flow.kernels.gpu.launch import interpreting
 from ds4flow.kernels.gpu.pack import TYPES, pack
 from ds4flow.kernels.gpu.rehearsal import FLASH, Synthesis
 from ds4flow.kernels.gpu.static import StaticKernels
+from ds4flow.kernels.interface import LayerRows
 from ds4flow.kernels.reference import ReferenceKernels
 from ds4flow.model.layer import layer_forward
 from ds4flow.model.profile import PROFILES
@@ -68,7 +69,9 @@ TINY = replace(
 PAIRS = {name: (GpuKernels(TINY, p), ReferenceKernels(TINY, p)) for name, p in PROFILES.items()}
 OURS = GpuKernels(SMALL, PROFILES["official"])
 REFERENCE = ReferenceKernels(SMALL, PROFILES["official"])
-OURS.columns = 128  # fewer, wider programs; a column's bits do not depend on it (tested below)
+DEVICE = OURS.device
+if interpreting():
+    OURS.columns = 128  # fewer, wider programs; a column's bits do not depend on it (tested below)
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -81,21 +84,25 @@ def weight(kind: str, *shape: int, seed: int = 0) -> QTensor:
     return Synthesis(SMALL, "q2", CPU, seed).matrix(kind, *shape)
 
 
+def up(x: torch.Tensor) -> torch.Tensor:
+    return x.to(DEVICE)
+
+
 def close(ours: torch.Tensor, wanted: torch.Tensor, tolerance: float = 2e-6) -> None:
+    ours = ours.cpu()
     assert ours.shape == wanted.shape
     assert bool(torch.isfinite(wanted).all())
     assert float((ours - wanted).abs().max()) <= tolerance * float(wanted.abs().max())
 
 
-def test_the_interpreter_runs():
-    assert interpreting()
-    assert OURS.device == CPU
+def test_the_kernels_run_where_they_should():
+    assert DEVICE.type == ("cpu" if interpreting() else "cuda")
 
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_planes_hold_the_stored_bytes(kind):
     w = weight(kind, 3, 512)
-    planes = pack(w, CPU)
+    planes = pack(w, DEVICE)
     parts = {id(t): t for t in (planes.codes, planes.scales, planes.factors)}
     assert sum(t.numel() * t.element_size() for t in parts.values()) == w.nbytes
 
@@ -106,11 +113,11 @@ def test_products_of_every_type(kind):
     w = weight(kind, 40, 256, seed=1)
     x = random(16, 256, seed=2)
     wanted = (x.double() @ w.float().double().T).float()
-    whole = OURS.linear(x, w)
+    whole = OURS.linear(up(x), w)
     close(whole, wanted)
-    some = OURS.linear(torch.stack((x[4], x[9], x[2])), w)
+    some = OURS.linear(up(x)[[4, 9, 2]], w)
     assert torch.equal(some, whole[[4, 9, 2]])
-    assert torch.equal(OURS.linear(x[9:10], w)[0], whole[9])
+    assert torch.equal(OURS.linear(up(x)[9:10], w)[0], whole[9])
 
 
 @pytest.mark.slow
@@ -121,27 +128,27 @@ def test_products_of_every_width_and_tile(kind, columns, monkeypatch):
     split."""
     w = weight(kind, 72, 1024, seed=3)
     x = random(17, 1024, seed=4)
-    wide = OURS.linear(x, w)
+    wide = OURS.linear(up(x), w)
     close(wide, (x.double() @ w.float().double().T).float())
     monkeypatch.setattr(OURS, "columns", columns)
     monkeypatch.setattr("ds4flow.kernels.gpu.backend.LAUNCHES", 1)
-    unsplit = OURS.linear(x, w)
+    unsplit = OURS.linear(up(x), w)
     for m in (1, 2, 3, 5, 16):
-        assert torch.equal(OURS.linear(x[:m], w), unsplit[:m])
-    close(unsplit, wide)
+        assert torch.equal(OURS.linear(up(x)[:m], w), unsplit[:m])
+    close(unsplit, wide.cpu())
 
 
 def test_long_rows_are_split_at_fixed_places():
     w = weight("F16", 24, 2048)
     x = random(3, 2048, seed=5)
-    whole = OURS.linear(x, w)
+    whole = OURS.linear(up(x), w)
     close(whole, (x.double() @ w.float().double().T).float())
-    assert torch.equal(OURS.linear(x[1:2], w)[0], whole[1])
+    assert torch.equal(OURS.linear(up(x)[1:2], w)[0], whole[1])
 
 
 def test_grouped_products_are_those_of_each_group():
     w, x = weight("Q8_0", 2 * 40, 64), random(3, 128)
-    got = OURS._product(x, w, 2)
+    got = OURS._product(up(x), w, 2)
     dense = w.float()
     wanted = torch.cat((x[:, :64] @ dense[:40].T, x[:, 64:] @ dense[40:].T), dim=1)
     close(got, wanted)
@@ -150,7 +157,7 @@ def test_grouped_products_are_those_of_each_group():
 @pytest.mark.parametrize("kind", ["F16", "BF16", "F32", "Q8_0"])
 def test_embedding_rows(kind):
     table = weight(kind, 20, 64)
-    assert torch.equal(OURS.embed(table, [3, 19, 0]), table.rows([3, 19, 0]))
+    assert torch.equal(OURS.embed(table, [3, 19, 0]).cpu(), table.rows([3, 19, 0]))
 
 
 def test_types_that_are_not_covered_are_refused_by_name():
@@ -185,17 +192,17 @@ def test_experts_of_every_mix(mix, hashed):
 def expert_case(mix: str, hashed: bool) -> None:
     """Values, and the bits of a row alone."""
     layer, x, tokens = moe_case(mix, hashed)
-    whole = OURS.moe(x, tokens, layer)
+    whole = OURS.moe(up(x), tokens, layer)
     close(whole, REFERENCE.moe(x, tokens, layer), 1e-5)
-    assert torch.equal(OURS.moe(x[1:2], tokens[1:2], layer)[0], whole[1])
+    assert torch.equal(OURS.moe(up(x)[1:2], tokens[1:2], layer)[0], whole[1])
 
 
 def test_only_chosen_experts_are_read():
     """Experts that no row chose hold NaN here; reading one would show."""
     layer, x, tokens = moe_case("q8", hashed=False)
     x = x[:2]
-    ids, _ = OURS.route(x, tokens[:2], layer)
-    wanted = OURS.moe(x, tokens[:2], layer)
+    ids, _ = OURS.route(up(x), tokens[:2], layer)
+    wanted = OURS.moe(up(x), tokens[:2], layer)
     chosen = set(ids.flatten().tolist())
     assert len(chosen) < SMALL.experts
     stacks = {}
@@ -206,7 +213,7 @@ def test_only_chosen_experts_are_read():
             data[expert] = 0xFF  # factors become NaN
         stacks[name] = replace(stack, data=data)
     poisoned = replace(layer, moe=replace(layer.moe, **stacks))
-    assert torch.equal(OURS.moe(x, tokens[:2], poisoned), wanted)
+    assert torch.equal(OURS.moe(up(x), tokens[:2], poisoned), wanted)
 
 
 def test_routing_ties_go_to_the_lower_id_and_nan_is_not_hidden():
@@ -214,11 +221,11 @@ def test_routing_ties_go_to_the_lower_id_and_nan_is_not_hidden():
     same = layer.moe.router.data.clone()
     same[:] = same[0]
     flat = replace(layer.moe, router=replace(layer.moe.router, data=same), bias=torch.zeros(6))
-    ids, weights = OURS.route(x, tokens, replace(layer, moe=flat))
+    ids, weights = OURS.route(up(x), tokens, replace(layer, moe=flat))
     assert ids.tolist() == [[0, 1]] * 3
-    assert torch.allclose(weights, torch.full((3, 2), SMALL.expert_scale / 2))
+    assert torch.allclose(weights.cpu(), torch.full((3, 2), SMALL.expert_scale / 2))
     x[1, 7] = torch.nan
-    _, weights = OURS.route(x, tokens, layer)
+    _, weights = OURS.route(up(x), tokens, layer)
     assert bool(torch.isnan(weights[1]).all())
     assert bool(torch.isfinite(weights[[0, 2]]).all())
 
@@ -228,13 +235,14 @@ def test_hyper_connections():
     hyper, head = synth.hyper(head=False), synth.hyper(head=True)
     hyper = replace(hyper, scale=torch.tensor([0.5, 0.25, 1.5]))
     streams, norm = random(3, 4, SMALL.dim, seed=9), random(SMALL.dim, seed=10)
-    ours = OURS.hc_pre(streams, hyper, norm)
+    ours = OURS.hc_pre(up(streams), hyper, norm)
     wanted = REFERENCE.hc_pre(streams, hyper, norm)
     for left, right in zip(ours, wanted, strict=True):
         close(left, right, 5e-6)
-    close(OURS.hc_head(streams, head, norm), REFERENCE.hc_head(streams, head, norm), 5e-6)
+    close(OURS.hc_head(up(streams), head, norm), REFERENCE.hc_head(streams, head, norm), 5e-6)
     block = random(3, SMALL.dim, seed=11)
-    close(OURS.hc_post(block, streams, *ours[1:]), REFERENCE.hc_post(block, streams, *ours[1:]))
+    mixed = OURS.hc_post(up(block), up(streams), *ours[1:])
+    close(mixed, REFERENCE.hc_post(block, streams, *wanted[1:]))
 
 
 @pytest.mark.parametrize("ratio", [0, 4, 128])
@@ -256,7 +264,8 @@ def test_a_whole_layer_everywhere(ratio, profile, start, m):
 
 def layer_case(ratio: int, profile: str, m: int, start: int) -> None:
     ours, reference = PAIRS[profile]
-    ours.columns = 128
+    if interpreting():
+        ours.columns = 128
     config = replace(TINY, ratios=(ratio, 0), layers=1)
     layer = Synthesis(TINY, "q8", CPU, 12).layer(2, ratio, hashed=False)
     rope = Rope(TINY, compressed=bool(ratio), exact=PROFILES[profile].exact_angles)
@@ -265,24 +274,34 @@ def layer_case(ratio: int, profile: str, m: int, start: int) -> None:
     for at in range(max(0, start - 140), start, 16):  # a past made by the reference
         past = random(min(16, start - at), 2, TINY.dim, seed=at)
         layer_forward(reference, past, [0] * len(past), layer, cache.layers[0], rope, at)
-    rows, mine = cache.layers[0], copy.deepcopy(cache.layers[0])
-    alone = copy.deepcopy(rows)
+    rows = cache.layers[0]
+    mine, alone = moved(rows), moved(rows)
     streams = random(m, 2, TINY.dim, seed=13)
     wanted = layer_forward(reference, streams, tokens, layer, rows, rope, start)
-    whole = layer_forward(ours, streams, tokens, layer, mine, rope, start)
+    whole = layer_forward(ours, up(streams), tokens, layer, mine, rope, start)
     close(whole, wanted, 2e-5)
     for left, right in zip(buffers(mine), buffers(rows), strict=True):
         close(left, right, 2e-5)
     for i in range(m):
-        one = layer_forward(
-            ours, streams[i : i + 1], tokens[i : i + 1], layer, alone, rope, start + i
-        )
+        part = up(streams[i : i + 1])
+        one = layer_forward(ours, part, tokens[i : i + 1], layer, alone, rope, start + i)
         assert torch.equal(one[0], whole[i])
     for left, right in zip(buffers(mine), buffers(alone), strict=True):
         assert torch.equal(left, right)
 
 
-def buffers(rows) -> list[torch.Tensor]:
+def moved(rows: LayerRows) -> LayerRows:
+    """A copy on the device."""
+    rows = copy.deepcopy(rows)
+    rows.window = up(rows.window)
+    for part in (rows.compressed, rows.index):
+        if part is not None:
+            part.values, part.scores = up(part.values), up(part.scores)
+            part.pool = up(part.pool)
+    return rows
+
+
+def buffers(rows: LayerRows) -> list[torch.Tensor]:
     parts = [rows.window]
     for part in (rows.compressed, rows.index):
         if part is not None:
@@ -302,11 +321,13 @@ def test_selection_takes_the_best_and_the_lower_block_on_ties():
     scores[2] = scores[2].round()
     scores[3] = -scores[3].abs()
     scores[4, 20:] = 3.0
-    chosen = torch.zeros(5, top, dtype=torch.int32)
-    counts = torch.zeros(5, dtype=torch.int32)
-    position = torch.tensor([4 * capacity - 6])  # row i sees (154 + i + 1) // 4 blocks
+    chosen = torch.zeros(5, top, dtype=torch.int32, device=DEVICE)
+    counts = torch.zeros(5, dtype=torch.int32, device=DEVICE)
+    position = torch.tensor(
+        [4 * capacity - 6], device=DEVICE
+    )  # row i sees (154 + i + 1) // 4 blocks
     attention.select_blocks[(5,)](
-        scores, chosen, counts, position, capacity, RATIO=4, TOP=top, BLOCK=32
+        up(scores), chosen, counts, position, capacity, RATIO=4, TOP=top, BLOCK=32
     )
     for i in range(5):
         visible = (int(position) + i + 1) // 4
@@ -320,12 +341,12 @@ def test_argmax_and_top2():
     logits[1, [17, 2050, 2999]] = 9.0
     logits[2, 5] = torch.nan
     logits[3, 5] = torch.inf
-    best = OURS.top2(logits)
+    best = OURS.top2(up(logits))
     wanted = StaticKernels(SMALL, PROFILES["plain"], CPU).top2(logits)
     assert best.token[:2].tolist() == wanted.token[:2].tolist()
     assert int(best.token[1]) == 17
-    assert torch.equal(best.top[:2], wanted.top[:2])
-    assert torch.equal(best.gap[:2], wanted.gap[:2])
+    assert torch.equal(best.top[:2].cpu(), wanted.top[:2])
+    assert torch.equal(best.gap[:2].cpu(), wanted.gap[:2])
     assert float(best.gap[1]) == 0.0
     assert best.bad.tolist() == [0, 0, 1, 1]
     assert 0 <= int(best.token[2]) < 3000
@@ -341,7 +362,7 @@ def test_a_golden_model_through_the_decode_graph(name, golden_dir: Path):
     prompt = [int(t) for t in torch.randint(0, 320, (30,), generator=torch.Generator())]
     results = []
     for kernels in ("gpu", "reference"):
-        cache = KVCache(model.config, context=60, draft_max=2)
+        cache = KVCache(model.config, context=60, draft_max=2)  # filled by the reference
         streams = model.forward(prompt, cache)
         model.mtp.follow(prompt, 0, None, streams, cache)
         cache.commit(len(prompt))
@@ -349,6 +370,7 @@ def test_a_golden_model_through_the_decode_graph(name, golden_dir: Path):
         runner = Model.load(main, mtp, profile="plain", kernels=kernels)
         if kernels == "gpu":
             runner.kernels.columns = 128
+            cache.layers, cache.mtp = [moved(rows) for rows in cache.layers], moved(cache.mtp)
         graph = DecodeGraph(runner, cache)
         graph.start(token, streams[-1])
         results.append([graph.cycle(width) for width in (2, 1)])
