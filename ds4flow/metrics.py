@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 DEFINITIONS = {
@@ -101,6 +102,57 @@ class Counts:
                 "acceptance rate speaks for those alone"
             )
         return found
+
+
+@dataclass
+class Costs:
+    """Microseconds of cycles by their number of drafts, and where drafting would break even."""
+
+    micros: dict[int, list[int]] = field(default_factory=dict)
+
+    def add(self, drafted: int, micros: int) -> None:
+        """Take one cycle: its drafts, and its draft, verify and commit phases together."""
+        self.micros.setdefault(drafted, []).append(micros)
+
+    def median(self, drafted: int) -> float | None:
+        """The median cycle with so many drafts, None if there was none."""
+        return float(median(self.micros[drafted])) if drafted in self.micros else None
+
+    def break_even(self) -> dict[str, Any] | None:
+        """Acceptance per draft at which the commonest depth is as fast as no drafts.
+
+        `acceptance` is None where even certain drafts would not pay. None without a cycle of both
+        kinds.
+        """
+        depths = [depth for depth in self.micros if depth]
+        plain = self.median(0)
+        if not depths or not plain:
+            return None
+        depth = max(depths, key=lambda d: (len(self.micros[d]), d))
+        drafting = self.median(depth)
+        assert drafting is not None
+        needed = drafting / plain
+        return {
+            "depth": depth,
+            "plain_micros": plain,
+            "drafting_micros": drafting,
+            "tokens_needed": needed,
+            "acceptance": _acceptance_for(needed, depth),
+        }
+
+
+def _acceptance_for(tokens: float, depth: int) -> float | None:
+    """The a with `1 + a + .. + a**depth == tokens`, by bisection; None if no a up to 1 has it."""
+    if tokens > depth + 1:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        if sum(middle**k for k in range(depth + 1)) < tokens:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
 @dataclass

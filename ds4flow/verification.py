@@ -82,19 +82,22 @@ def verify_command(
     for depth in wanted:
         for number, text in enumerate(texts):
             config = compose([*base, f"mtp.draft={depth}", f"prompt={quoted(text)}"])
-            cases.append(_run(config, depth, number))
+            cases.append(run_case(config, depth, number))
             print(_line(cases[-1]), file=sys.stderr)
     _print_table(cases)
     return int(any(case.problem for case in cases))
 
 
-def _run(config: DictConfig, depth: int, number: int) -> Case:
+def run_case(
+    config: DictConfig, depth: int, number: int, root: Path = Path("runs") / "verify"
+) -> Case:
+    """Run the composed parity pipeline in the next numbered directory of `root`."""
     from ds4flow import origin, rundir
     from ds4flow.pipeline import State
     from ds4flow.rundir import RunDir
     from ds4flow.wiring import build_pipeline, read_prompt
 
-    path = rundir.allocate(Path("runs") / "verify" / rundir.NUMBER)
+    path = rundir.allocate(root / rundir.NUMBER)
     facts = {
         "command": ["ds4flow", "verify"],
         "versions": origin.versions(),
@@ -109,6 +112,9 @@ def _run(config: DictConfig, depth: int, number: int) -> Case:
     try:
         pipeline.run(state)
     except Ds4FlowError as error:
+        if state.cycle == 0:  # not a difference: the request itself is wrong
+            run.finish("failed", error.what)
+            raise
         problem = error.what
         run.finish("failed", problem)
     except BaseException:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ds4flow.errors import Ds4FlowError
-from ds4flow.metrics import DEFINITIONS, Counts, Probe
+from ds4flow.metrics import DEFINITIONS, Costs, Counts, Probe
 from ds4flow.pipeline import Stage, State
 
 
@@ -30,6 +30,7 @@ class Log(Stage):
     conf_log: bool
     full_logits: bool
     counts: Counts = field(default_factory=Counts, init=False)
+    costs: Costs = field(default_factory=Costs, init=False)
     probe: Probe = field(default_factory=Probe, init=False)
     shown: int = field(default=0, init=False)
 
@@ -45,6 +46,10 @@ class Log(Stage):
             committed=len(state.committed),
             relaxed=state.relaxed,
             draft_end=state.draft_end,
+        )
+        self.costs.add(
+            record["drafted"],
+            sum(state.micros.get(name, 0) for name in ("draft", "verify", "commit")),
         )
         if len(state.rows) == 1:  # drafts that stayed out of the pass were a probe
             self.probe.add(record["position"] + 1, [draft.token for draft in state.drafts])
@@ -138,6 +143,7 @@ class Log(Stage):
             "prefill_seconds": prefill,
             "prefill_tokens_per_second": state.prompt_length / prefill if prefill else None,
             "micros_by_stage": dict(state.total_micros),
+            "break_even": self.costs.break_even(),
             "peak_memory_bytes": _peak_memory(),
             "definitions": DEFINITIONS,
         }
@@ -196,7 +202,23 @@ def _timing_lines(summary: dict[str, Any]) -> list[str]:
         "timing: microseconds per cycle: "
         + ", ".join(f"{name} {micros / cycles:.0f}" for name, micros in phases.items())
         + f", host {host / cycles:.0f}",
+        _break_even_line(summary["break_even"]),
     ]
+
+
+def _break_even_line(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return (
+            "timing: break-even is unknown, as cycles with and without drafts are both needed; "
+            "mtp.draft=auto has both"
+        )
+    start = (
+        f"timing: a cycle with {found['depth']} drafts costs {found['tokens_needed']:.2f} times "
+        "one without"
+    )
+    if found["acceptance"] is None:
+        return f"{start}: it cannot break even, whatever is accepted"
+    return f"{start}: it breaks even at an acceptance of {found['acceptance']:.0%} per draft"
 
 
 def _peak_memory() -> int | None:

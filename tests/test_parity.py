@@ -1,0 +1,98 @@
+"""Promise 1, end to end: speculation gives greedy's tokens, logits bits and cache state."""
+
+from pathlib import Path
+
+import pytest
+
+from ds4flow.config import compose
+from ds4flow.overrides import quoted
+from ds4flow.verification import Case, parse_depths, run_case
+
+DEPTHS = range(9)
+DEMO = (
+    "def parse(line):\n    key, value = line.split('=')\n    return key.strip(), value.strip()\n\n"
+)
+
+
+def golden(name: str, folder: Path) -> list[str]:
+    return [
+        "model=file",
+        f"model.path={quoted(str(folder / f'{name}.gguf'))}",
+        f"model.mtp_path={quoted(str(folder / f'{name}.mtp-support.gguf'))}",
+        "model.chat=raw",
+    ]
+
+
+def run(
+    root: Path, words: list[str], *, depth: int, prompt: str, drafter: str, tokens: int = 12
+) -> Case:
+    config = compose(
+        [
+            *words,
+            "pipeline=parity",
+            "check=state",
+            "log=quiet",
+            f"draft={drafter}",
+            f"mtp.draft={depth}",
+            f"commit.max_tokens={tokens}",
+            "commit.ignore_eos=true",
+            "runtime.kernels=reference",
+            f"prompt={quoted(prompt)}",
+        ]
+    )
+    return run_case(config, depth, 0, root)
+
+
+def lengths(depth: int) -> list[int]:
+    """Prompt lengths (BOS included) that, over all depths, meet every residue mod 4 and of 128."""
+    return [5 + depth % 4, 124 + depth]
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize(("name", "profile"), [("tiny-f32", "official"), ("tiny-q4k", "plain")])
+def test_golden_models(tmp_path, golden_dir, name, profile, depth):
+    words = [*golden(name, golden_dir), f"model.profile={profile}"]
+    for length in lengths(depth):
+        case = run(tmp_path, words, depth=depth, prompt="Q" * (length - 1), drafter="mtp")
+        assert case.problem == ""
+        assert case.tokens == 12
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4, 8])
+def test_a_drafter_that_always_lies(tmp_path, golden_dir, depth):
+    words = [*golden("tiny-f32", golden_dir), "model.profile=official"]
+    for length in lengths(depth):
+        case = run(tmp_path, words, depth=depth, prompt="Q" * (length - 1), drafter="lying")
+        assert case.problem == ""
+        assert case.accepted == 0.0
+        assert case.rollbacks > 0
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_demo_model(tmp_path, depth):
+    prompt = (DEMO * 4)[: 200 + depth]
+    case = run(tmp_path, ["model=demo"], depth=depth, prompt=prompt, drafter="mtp", tokens=24)
+    assert case.problem == ""
+    assert case.tokens == 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["mtp", "lying"])
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("name", ["tiny-f32", "tiny-q4k", "tiny-iq2"])
+def test_every_depth_at_every_length(tmp_path, golden_dir, name, depth, drafter):
+    words = [*golden(name, golden_dir), "model.profile=official"]
+    for length in (*range(2, 10), *range(124, 134), *range(252, 260)):
+        case = run(tmp_path, words, depth=depth, prompt="Q" * (length - 1), drafter=drafter)
+        assert case.problem == ""
+
+
+def test_a_relaxed_margin_differs_and_is_reported(tmp_path, golden_dir):
+    words = [*golden("tiny-q4k", golden_dir), "model.profile=plain", "mtp.margin=0.01"]
+    case = run(tmp_path, words, depth=4, prompt="hello world", drafter="mtp", tokens=40)
+    assert "first difference at position" in case.problem
+    assert "top-2 gap" in case.problem
+
+
+def test_depths_are_parsed():
+    assert parse_depths("1-3,7") == [1, 2, 3, 7]

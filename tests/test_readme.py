@@ -1,0 +1,103 @@
+"""The README's commands are real: each one is run, shortened, or composed where it needs weights."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+COMMANDS = [
+    line
+    for language, body in BLOCKS
+    if language == "sh"
+    for line in body.splitlines()
+    if re.match(r"(\w+=\S+ )*ds4flow ", line)
+]
+NEEDS_WEIGHTS = ("model=flash", "download", "gguf/")
+
+
+def run(arguments: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("DS4_")}
+    return subprocess.run(
+        [sys.executable, "-m", "ds4flow", *arguments],
+        cwd=folder,
+        env={**clean, **variables},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def split(line: str) -> tuple[dict[str, str], list[str]]:
+    """The variables before a command, and its words after `ds4flow`."""
+    words = shlex.split(line)
+    place = words.index("ds4flow")
+    return dict(word.split("=", 1) for word in words[:place]), words[place + 1 :]
+
+
+def test_there_are_commands() -> None:
+    assert len(COMMANDS) >= 10
+    assert TEXT.index("pip install -c constraints.txt -e . && ds4flow run") < 2000
+
+
+@pytest.mark.parametrize("line", [c for c in COMMANDS if not any(w in c for w in NEEDS_WEIGHTS)])
+def test_command_runs(line: str, tmp_path: Path) -> None:
+    variables, words = split(line)
+    if words[0] == "run" and "--cfg" not in words and "-n" not in words:
+        words += ["commit.max_tokens=6"]
+    if words[0] == "verify":
+        words[words.index("--depths") + 1] = "2"
+        words += ["commit.max_tokens=6"]
+    done = run(words, tmp_path, **variables)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+@pytest.mark.parametrize("line", [c for c in COMMANDS if "run model=flash" in c])
+def test_command_with_weights_composes(line: str, tmp_path: Path) -> None:
+    done = run([*split(line)[1], "--cfg", "job"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "deepseek-v4-gguf" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "line", [c for c in COMMANDS if re.search(r"ds4flow (download|inspect)", c)]
+)
+def test_command_is_declared(line: str, tmp_path: Path) -> None:
+    done = run([split(line)[1][0], "--help"], tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_new_stage_needs_the_files_that_it_shows(tmp_path: Path) -> None:
+    names = ["longest.py", "longest/default.yaml", "pipeline/mine.yaml"]
+    for name in names:
+        body = re.search(rf"`{re.escape(name)}`:\n\n```\w+\n(.*?)^```$", TEXT, re.M | re.S)
+        assert body is not None, name
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(body[1])
+    assert len((tmp_path / "longest.py").read_text().splitlines()) <= 17
+    command = re.search(r"`PYTHONPATH=\. ds4flow (run [^`]+)`", TEXT)
+    assert command is not None
+    words = [*shlex.split(command[1]), "commit.max_tokens=6", "longest.unit=drafts"]
+    done = run(words, tmp_path, PYTHONPATH=".")
+    assert done.returncode == 0, done.stderr
+    record = next((tmp_path / "runs").rglob("run.json")).read_text()
+    assert re.search(r'"longest_commit": "\d drafts"', record)
+
+
+def test_the_tree_names_what_there_is() -> None:
+    section = TEXT.split("## The tree")[1]
+    for folder in ("ds4flow", "stages", "conf", "tools", "tests"):
+        assert f"{folder}/" in section
+        assert (ROOT / folder).is_dir()
+    for module in (ROOT / "stages").glob("*.py"):
+        if module.stem != "__init__":
+            assert module.stem in section, module
