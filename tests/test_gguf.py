@@ -305,7 +305,7 @@ def file_of(*entries: bytes, body: int = 4096) -> bytes:
         (header(0, 1) + string("k") + encode("x")[:4] + string(b"\x80"), "not UTF-8"),
         (header(0, 1) + string("k") + struct.pack("<IIQ", 9, 8, 2) + string(b"a") + string(b"\x80"),
          "k[1] is not UTF-8"),
-        (header(0, 1) + string("k") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 9 + bytes(64),
+        (header(0, 1) + string("k") + struct.pack("<IIQ", 9, 9, 1) + struct.pack("<IQ", 9, 1) * 9,
          "to a depth that no model has"),
     ],
 )  # fmt: skip
