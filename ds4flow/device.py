@@ -39,9 +39,9 @@ def choose_device(runtime: str) -> DeviceChoice:
         return DeviceChoice("cpu", "cpu", "runtime=cpu asks for it")
     if runtime == "auto":
         return _best()
-    missing = _missing(runtime)
-    if missing:
-        raise Ds4FlowError(f"runtime={runtime} cannot be used: {missing}", INSTEAD)
+    lacks = missing(runtime)
+    if lacks:
+        raise Ds4FlowError(f"runtime={runtime} cannot be used: {lacks}", INSTEAD)
     if runtime == "mps":
         return DeviceChoice("mps", "reference", "runtime=mps asks for it")
     return DeviceChoice("cuda", "gpu", f"runtime={runtime} asks for it: {_gpu_name()}")
@@ -50,16 +50,16 @@ def choose_device(runtime: str) -> DeviceChoice:
 def _best() -> DeviceChoice:
     reasons = []
     for runtime in ("cuda", "rocm"):
-        missing = _missing(runtime)
-        if not missing:
+        lacks = missing(runtime)
+        if not lacks:
             return DeviceChoice("cuda", "gpu", f"{_gpu_name()} is there")
-        reasons.append(f"{runtime}: {missing}")
-    if not _missing("mps"):
+        reasons.append(f"{runtime}: {lacks}")
+    if not missing("mps"):
         return DeviceChoice("mps", "reference", "no CUDA or ROCm device, but Metal is there")
     return DeviceChoice("cpu", "cpu", f"no GPU to use ({'; '.join(reasons)})")
 
 
-def _missing(runtime: str) -> str:
+def missing(runtime: str) -> str:
     """What `runtime` lacks on this machine, empty when nothing."""
     if runtime == "mps":
         return "" if torch.backends.mps.is_available() else "this torch sees no Metal device"

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ds4flow.device import check_fits, choose_device
-from ds4flow.errors import ModelFileError
+from ds4flow.device import check_fits, missing
+from ds4flow.errors import Ds4FlowError, ModelFileError
 from ds4flow.kernels.gpu import attention, products, rows
 from ds4flow.kernels.gpu.launch import (
     ATTENTION,
@@ -70,14 +71,18 @@ class GpuKernels:
         self.config = config
         self.profile = profile
         if device is None:
-            name = "cpu" if interpreting() else choose_device("cuda").name
-            device = torch.device(name)
+            device = _device()
         self.device = device
         self.columns = COLUMNS
         self._launch = launcher
         self._progress = progress
-        # the interpreter's bfloat16 dot is wrong, and it has no tensor cores to please
-        self._dot, self._scores = ("ieee", "ieee") if interpreting() else ("split", "tf32x3")
+        # the interpreter's bfloat16 dot is wrong, and AMD's compiler knows no threefold tf32
+        if interpreting():
+            self._dot, self._scores = "ieee", "ieee"
+        elif torch.version.hip is not None:
+            self._dot, self._scores = "split-rocm", "ieee"
+        else:
+            self._dot, self._scores = "split", "tf32x3"
         self._weights: dict[int, tuple[QTensor, Planes]] = {}
         self._vectors = DeviceVectors(device)
         self._angles = AngleTables(device)
@@ -99,6 +104,16 @@ class GpuKernels:
             done += weight.nbytes
             if self._progress is not None:
                 self._progress(done, total)
+
+    def adopt(self, weight: QTensor) -> QTensor:
+        """Take over a weight that is made on the device; what is returned stands for it, without
+        data.
+
+        For weights that exist nowhere else, so that the device never holds them twice.
+        """
+        light = replace(weight, data=weight.data.to("meta"))
+        self._weights[id(light)] = (light, pack(weight, self.device))
+        return light
 
     def reserve(self, rope: Rope, context: int) -> None:
         """Make the rotary table of all positions below `context`; needed before device
@@ -638,8 +653,21 @@ class GpuKernels:
         return Top2(token, top, gap, flag)
 
 
+def _device() -> torch.device:
+    """The device of this process; Ds4FlowError when it has neither a GPU nor the interpreter."""
+    if interpreting():
+        return torch.device("cpu")
+    lacks = missing("cuda" if torch.version.hip is None else "rocm")
+    if lacks:
+        raise Ds4FlowError(
+            f"runtime.kernels=gpu cannot be used: {lacks}",
+            "use runtime.kernels=cpu or runtime.kernels=reference",
+        )
+    return torch.device("cuda")
+
+
 def report_progress(done: int, total: int) -> None:
-    """Show on stderr how much of the weights lies on the device; only the end where nobody watches."""
+    """Show on stderr how much of the weights lies on the device; off a terminal only the end."""
     if done == total or sys.stderr.isatty():
         sizes = f"{done / 2**30:.1f} of {total / 2**30:.1f} GiB"
         print(f"\rweights to the device: {sizes}", end="\n" if done == total else "",

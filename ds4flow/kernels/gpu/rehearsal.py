@@ -7,7 +7,7 @@ For measuring speed and for compiling kernels at their real shapes; its text mea
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -81,13 +81,24 @@ _SPREAD = {"Q8_0": 74.0, "Q4_K": 290.0, "Q2_K": 14.0, "IQ2_XXS": 62.0}
 
 
 class Synthesis:
-    """Makes random weights of given types on a device; the same seed gives the same bits there."""
+    """Makes random weights of given types on a device; the same seed gives the same bits there.
 
-    def __init__(self, config: ModelConfig, mix: str, device: torch.device, seed: int = 0) -> None:
+    `adopt` may take each matrix over as soon as it is made and return what stands for it.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mix: str,
+        device: torch.device,
+        seed: int = 0,
+        adopt: Callable[[QTensor], QTensor] | None = None,
+    ) -> None:
         self.config = config
         self.experts = MIXES[mix]
         self.mtp_experts = MIXES["q8" if mix == "q8" else "q4"]
         self.device = device
+        self._adopt = adopt
         self._count = 0
         self._generator: torch.Generator | None = None
         if device.type != "meta":
@@ -98,6 +109,10 @@ class Synthesis:
 
     def matrix(self, kind: str, *shape: int, gain: float = 1.0) -> QTensor:
         """A weight whose products have about the size of their input, times `gain`."""
+        weight = self._matrix(kind, shape, gain)
+        return weight if self._adopt is None else self._adopt(weight)
+
+    def _matrix(self, kind: str, shape: tuple[int, ...], gain: float) -> QTensor:
         self._count += 1
         name = f"synth.{self._count}"
         scale = gain / math.sqrt(shape[-1])

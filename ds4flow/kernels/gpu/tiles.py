@@ -20,13 +20,16 @@ ROWS = 16  # rows of every product tile; unused rows are masked and cost no weig
 def _dot(x, w, DOT: tl.constexpr, WIDE: tl.constexpr):
     """`x [16, k] @ w [k, n]` in float32; `w` fits bfloat16 exactly unless WIDE.
 
-    DOT is "ieee" (plain float32, for the interpreter, whose bfloat16 dot is wrong) or "split": the
-    tensor cores see x as the exact sum of three bfloat16 parts.
+    DOT is "ieee" (plain float32, for the interpreter, whose bfloat16 dot is wrong), "split" (the
+    tensor cores see x as the exact sum of three bfloat16 parts) or "split-rocm" (the same, where
+    the compiler has no threefold tf32 for the wide types).
     """
     if DOT == "ieee":
         product = tl.dot(x, w, input_precision="ieee")
-    elif WIDE:
+    elif WIDE and DOT == "split":
         product = tl.dot(x, w, input_precision="tf32x3")
+    elif WIDE:  # "split-rocm"
+        product = tl.dot(x, w, input_precision="ieee")
     else:
         narrow = w.to(tl.bfloat16)
         high = x.to(tl.bfloat16)
