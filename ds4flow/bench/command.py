@@ -102,6 +102,11 @@ class _Plan:
         mtp = None if options.mtp is None else GgufFile.open(options.mtp)
         if mtp is None and find_mtp_layout(main) is not None:
             mtp = main
+        if options.settings.clock == "cpu" and threads != (1,):
+            raise UsageError(
+                f"clock=cpu measures one thread, not --threads {options.threads}",
+                "use --threads 1, or clock=wall",
+            )
         return cls(
             main=main,
             mtp=mtp,
@@ -133,7 +138,7 @@ def measure(plan: _Plan, *, say: Say) -> Report:
         bandwidth: Samples | None = None
         if "machine" in plan.sections:
             tell("read bandwidth")
-            bandwidth = read_bandwidth(threads, repeats=settings.repeats)
+            bandwidth = read_bandwidth(threads, repeats=settings.repeats, clock=settings.now)
             report.results.append(MachineResult(threads, bandwidth))
         if "start" in plan.sections:
             report.results.append(_starts(plan, threads, tell))

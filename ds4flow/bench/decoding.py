@@ -33,8 +33,8 @@ class Arm:
             return "greedy"
         depth = "auto" if self.depth is None else str(self.depth)
         if self.rates:
-            return f"oracle draft={depth} at {','.join(f'{rate:g}' for rate in self.rates)}"
-        return f"mtp draft={depth}"
+            return f"oracle {depth} at {','.join(f'{rate:g}' for rate in self.rates)}"
+        return f"mtp {depth}"
 
     @property
     def deepest(self) -> int:
@@ -71,16 +71,14 @@ def measure_decoding(
     recorded = [
         greedy(engine.model, start, settings.tokens + deepest + 1).tokens for start in starts
     ]
-    runners: dict[Arm, Callable[[], Run]] = {
-        GREEDY: lambda: _together(greedy(engine.model, s, settings.tokens) for s in starts)
-    }
+    runners: dict[Arm, Callable[[], Run]] = {GREEDY: lambda: _greedy(engine, starts, settings)}
     same: dict[Arm, tuple[bool, bool, bool]] = {}
     for arm in arms:
         drafters = [
             _drafter(engine, arm, start, tokens)
             for start, tokens in zip(starts, recorded, strict=True)
         ]
-        runners[arm] = partial(_speculate, engine, arm, starts, drafters, settings.tokens)
+        runners[arm] = partial(_speculate, engine, arm, starts, drafters, settings)
         if check:
             say(f"comparing {arm.name} with greedy")
             found = [
@@ -99,11 +97,22 @@ def measure_decoding(
     return [_decoding_result(engine, arm, got[arm.name], base, same, starts) for arm in runners]
 
 
-def _speculate(
-    engine: Engine, arm: Arm, starts: Sequence[Start], drafters: Sequence[Drafter], count: int
-) -> Run:
+def _greedy(engine: Engine, starts: Sequence[Start], settings: Settings) -> Run:
     return _together(
-        speculative(engine.model, start, count, drafter, _depth(arm))
+        greedy(engine.model, start, settings.tokens, clock=settings.now) for start in starts
+    )
+
+
+def _speculate(
+    engine: Engine,
+    arm: Arm,
+    starts: Sequence[Start],
+    drafters: Sequence[Drafter],
+    settings: Settings,
+) -> Run:
+    model, count = engine.model, settings.tokens
+    return _together(
+        speculative(model, start, count, drafter, _depth(arm), clock=settings.now)
         for start, drafter in zip(starts, drafters, strict=True)
     )
 
@@ -192,13 +201,16 @@ def measure_peer(
 
     def ours() -> PeerRun:
         start = prepare(engine.model, prompt, room=settings.tokens, chunk=settings.chunk, mtp=False)
-        run = greedy(engine.model, start, settings.tokens)
+        run = greedy(engine.model, start, settings.tokens, clock=settings.now)
         return PeerRun(start.seconds, run.seconds, tuple(run.tokens))
 
     say(f"loading {path.name} into {peer}")
     with Peer(peer, path, threads=engine.threads, context=context) as other:
         got = interleave(
-            {"ours": ours, "theirs": lambda: other.run(prompt, settings.tokens)},
+            {
+                "ours": ours,
+                "theirs": lambda: other.run(prompt, settings.tokens, clock=settings.clock),
+            },
             repeats=settings.repeats,
             warmup=settings.warmup,
             say=lambda text: say(f"{peer}: {text}"),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ds4flow.bench.drafters import Drafter
+from ds4flow.bench.samples import Clock
 from ds4flow.cache import KVCache
 from ds4flow.depth import DepthPolicy
 from ds4flow.errors import UsageError
@@ -100,6 +101,7 @@ def prepare(
     chunk: int = 64,
     mtp: bool = True,
     length: int = 0,
+    clock: Clock = time.perf_counter,
 ) -> Start:
     """Prefill `prompt` into a new cache in which `room` more rows can be written and forgotten.
 
@@ -115,7 +117,7 @@ def prepare(
         chunk=max(chunk, room),  # rings that survive writing all of the room and going back
     )
     hidden: torch.Tensor | None = None
-    started = time.perf_counter()
+    started = clock()
     for first in range(0, len(prompt), chunk):
         part = list(prompt[first : first + chunk])
         streams = model.forward(part, cache)
@@ -125,7 +127,7 @@ def prepare(
         hidden = streams[-1]
     assert hidden is not None
     token = int(argmax(model.logits(hidden[None]))[0])
-    seconds = time.perf_counter() - started
+    seconds = clock() - started
     return Start(cache, len(prompt), token, hidden, seconds)
 
 
@@ -156,10 +158,17 @@ class Run:
         return len(self.tokens) / self.cycles if self.cycles else 0.0
 
 
-def greedy(model: Model, start: Start, count: int, sink: LogitsSink | None = None) -> Run:
+def greedy(
+    model: Model,
+    start: Start,
+    count: int,
+    *,
+    sink: LogitsSink | None = None,
+    clock: Clock = time.perf_counter,
+) -> Run:
     """Generate `count` tokens one by one; `sink` gets (position, logits [V]) of every row."""
     cache, token, run = start.rewind(), start.next_token, Run()
-    started = time.perf_counter()
+    started = clock()
     for _ in range(count):
         logits = model.logits(model.forward([token], cache))
         if sink is not None:
@@ -167,7 +176,7 @@ def greedy(model: Model, start: Start, count: int, sink: LogitsSink | None = Non
         cache.commit(1)
         run.tokens.append(token)
         token = int(argmax(logits)[0])
-    run.seconds = time.perf_counter() - started
+    run.seconds = clock() - started
     run.cycles = count
     run.depths = {0: count}
     return run
@@ -179,7 +188,9 @@ def speculative(
     count: int,
     drafter: Drafter,
     depth: int | DepthPolicy,
+    *,
     sink: LogitsSink | None = None,
+    clock: Clock = time.perf_counter,
 ) -> Run:
     """Generate at least `count` tokens in draft, verify, commit cycles; all of them count.
 
@@ -196,9 +207,9 @@ def speculative(
     drafter.begin()
     fresh: tuple[int, list[int], torch.Tensor] | None = None  # rows committed, not yet refreshed
     written = 0
-    started = time.perf_counter()
+    started = clock()
     while len(run.tokens) < count:
-        begun = time.perf_counter()
+        begun = clock()
         if fresh is not None:
             first, rows, streams = fresh
             final = min(written, 1)  # the first row of a draft pass came from the target's streams
@@ -207,7 +218,7 @@ def speculative(
         wanted = depth if isinstance(depth, int) else depth.choose(depth.depth_max).depth
         drafts = drafter.propose(block, hidden, token, wanted, cache)
         written = len(drafts)
-        drafted_at = time.perf_counter()
+        drafted_at = clock()
         rows = [token, *(draft.token for draft in drafts)]
         streams = model.forward(rows, cache)
         logits = model.logits(streams)
@@ -226,9 +237,9 @@ def speculative(
                 accepted=verdict.accepted,
                 steps=len(drafts),
                 draft_s=drafted_at - begun,
-                verify_s=time.perf_counter() - drafted_at,
+                verify_s=clock() - drafted_at,
             )
-    run.seconds = time.perf_counter() - started
+    run.seconds = clock() - started
     return run
 
 
@@ -261,9 +272,9 @@ def same_bits(
 ) -> tuple[bool, bool, bool]:
     """Whether speculation gives greedy's (tokens, logits bits, cache bits). Not timed."""
     ours, theirs = Digest(), Digest()
-    fast = speculative(model, start, count, drafter, depth, ours)
+    fast = speculative(model, start, count, drafter, depth, sink=ours)
     state = start.cache.state_hash(mtp=False)
-    slow = greedy(model, start, len(fast.tokens), theirs)
+    slow = greedy(model, start, len(fast.tokens), sink=theirs)
     return (
         fast.tokens == slow.tokens,
         ours.by_position == theirs.by_position,

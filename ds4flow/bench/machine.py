@@ -15,14 +15,20 @@ from typing import Any
 import torch
 
 from ds4flow import origin
-from ds4flow.bench.samples import Samples
+from ds4flow.bench.samples import Clock, Samples
 from ds4flow.errors import Ds4FlowError
 
 READ_BYTES = 1 << 30  # larger than the caches of most machines
 START_TIMEOUT = 1800  # seconds; compiling all kernels on a slow machine takes minutes
 
 
-def read_bandwidth(threads: int, *, repeats: int = 5, nbytes: int = READ_BYTES) -> Samples:
+def read_bandwidth(
+    threads: int,
+    *,
+    repeats: int = 5,
+    nbytes: int = READ_BYTES,
+    clock: Clock = time.perf_counter,
+) -> Samples:
     """Bytes per second of summing a float32 array, one value a repeat.
 
     The array is read from end to end; it takes at most a quarter of the machine's memory. Sets
@@ -36,9 +42,9 @@ def read_bandwidth(threads: int, *, repeats: int = 5, nbytes: int = READ_BYTES) 
         raise Ds4FlowError("summing a large array failed", "this machine's memory is at fault")
     values = []
     for _ in range(repeats):
-        started = time.perf_counter()
+        started = clock()
         array.sum()
-        values.append(array.nbytes / (time.perf_counter() - started))
+        values.append(array.nbytes / (clock() - started))
     return Samples(tuple(values))
 
 

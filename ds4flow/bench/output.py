@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -31,34 +31,38 @@ Lines = list[tuple[str, ...]]
 
 
 def tables(report: Report) -> list[Table]:
-    """One table a kind of result, in the order of the measurements.
+    """A table for each kind of result and number of threads, in the order of the measurements.
 
-    A figure is a median, with its quartiles in brackets.
+    A figure is a median, with its quartiles below.
     """
-    kinds: dict[type, list[Any]] = {}
+    kinds: dict[tuple[type, int], list[Any]] = {}
     for result in report.results:
-        kinds.setdefault(type(result), []).append(result)
-    return [_table(*_TABLES[kind], results) for kind, results in kinds.items()]
+        kinds.setdefault((type(result), result.threads), []).append(result)
+    return [_table(_TABLES[kind], threads, results) for (kind, threads), results in kinds.items()]
 
 
-def _table(
-    title: str,
-    columns: Sequence[str],
-    lines: Callable[[Any], Lines],
-    results: Sequence[Any],
-) -> Table:
-    table = Table(title=title, title_justify="left")
-    for number, column in enumerate(columns):
+class Layout(NamedTuple):
+    """A table's title, columns, and the lines of one result."""
+
+    title: str
+    columns: Sequence[str]
+    lines: Callable[[Any], Lines]
+
+
+def _table(layout: Layout, threads: int, results: Sequence[Any]) -> Table:
+    count = f"{threads} thread{'s' if threads > 1 else ''}"
+    table = Table(title=f"{layout.title}, {count}", title_justify="left")
+    for number, column in enumerate(layout.columns):
         left = number == 0 or column == "note"
         table.add_column(column, justify="left" if left else "right", overflow="fold")
     for result in results:
-        for line in lines(result):
+        for line in layout.lines(result):
             table.add_row(*line)
     return table
 
 
 def _machine(result: MachineResult) -> Lines:
-    return [("read", str(result.threads), figure(result.bandwidth, 1e-9))]
+    return [("read bandwidth", figure(result.bandwidth, 1e-9))]
 
 
 def _start(result: StartResult) -> Lines:
@@ -73,8 +77,7 @@ def _start(result: StartResult) -> Lines:
             for name in ("imports", "load", "first", "second", "total")
         )
         peak = figure(Samples(tuple(map(float, peaks))), 1e-6) if peaks else "unknown"
-        kernels = "none compiled yet" if cold else "compiled before"
-        lines.append((kernels, str(result.threads), *seconds, peak))
+        lines.append(("to compile" if cold else "compiled", *seconds, peak))
     return lines
 
 
@@ -84,7 +87,6 @@ def _speed(result: ContextResult) -> Lines:
     return [
         (
             str(result.context),
-            str(result.threads),
             figure(result.prefill),
             figure(result.decode),
             f"{read:.1f}",
@@ -99,7 +101,6 @@ def _width(result: WidthResult) -> Lines:
     return [
         (
             str(result.width),
-            str(result.threads),
             str(result.context),
             figure(result.seconds, 1e3),
             figure(result.ratio),
@@ -111,34 +112,25 @@ def _width(result: WidthResult) -> Lines:
 
 def _product(result: MatmulResult) -> Lines:
     share = "" if result.share is None else f"{100 * result.share:.0f}%"
-    return [
-        (
-            result.what,
-            str(result.threads),
-            str(result.width),
-            figure(result.rate, 1e-9),
-            share,
-        )
-    ]
+    return [(result.what, str(result.width), figure(result.rate, 1e-9), share)]
 
 
 def _decoding(result: SpeculationResult) -> Lines:
-    threads, rate = str(result.threads), figure(result.rate)
+    rate = figure(result.rate)
     if result.ratio is None:
-        note = f"{result.distinct} distinct of {result.tokens} tokens"
-        return [(result.arm, threads, rate, "", "", "", "", "", note)]
+        distinct = f"{result.distinct} distinct\nof {result.tokens} tokens"
+        return [(result.arm, rate, "", "", "", "", distinct)]
     by_bytes = "" if result.byte_cost is None else f"{result.mean_length / result.byte_cost:.2f}"
+    name = f"{result.arm}\nSYNTHETIC" if result.synthetic else result.arm
     return [
         (
-            result.arm,
-            threads,
+            name,
             rate,
             figure(result.ratio),
-            f"{result.accepted}/{result.drafted} {100 * result.acceptance:.0f}%",
+            f"{100 * result.acceptance:.0f}%\n{result.accepted}/{result.drafted}",
             f"{result.mean_length:.2f}",
             by_bytes,
             result.identity,
-            "SYNTHETIC acceptance" if result.synthetic else "",
         )
     ]
 
@@ -151,7 +143,7 @@ def _peer(result: PeerResult) -> Lines:
             result.ours,
             result.theirs,
             result.ratio,
-            f"first {result.same_prefix} of {result.tokens} tokens agree",
+            f"the first {result.same_prefix} of {result.tokens} tokens agree",
         ),
         (
             f"prefill {result.prompt}",
@@ -162,56 +154,54 @@ def _peer(result: PeerResult) -> Lines:
         ),
     ):
         pairs = " ".join(f"{value:.2f}" for value in ratio.values)
-        lines.append(
-            (what, str(result.threads), figure(ours), figure(theirs), figure(ratio), pairs, note)
-        )
+        lines.append((what, figure(ours), figure(theirs), figure(ratio), pairs, note))
     return lines
 
 
-_TABLES: Mapping[type, tuple[str, Sequence[str], Callable[[Any], Lines]]] = {
-    MachineResult: ("read bandwidth", ("what", "threads", "GB/s"), _machine),
-    StartResult: (
-        "start in a new process, seconds; peak resident memory, mapped file included",
-        ("kernels", "threads", "imports", "load", "first", "second", "to 1st token", "peak MB"),
+_TABLES: Mapping[type, Layout] = {
+    MachineResult: Layout("machine", ("what", "GB/s"), _machine),
+    StartResult: Layout(
+        "start in a new process, seconds",
+        ("kernels", "imports", "load", "first", "second", "to 1st token", "peak MB"),
         _start,
     ),
-    ContextResult: (
+    ContextResult: Layout(
         "tokens a second by context; share of the read bandwidth",
-        ("context", "threads", "prefill", "decode", "MB a token", "share", "cache MB", "note"),
+        ("context", "prefill", "decode", "MB a token", "share", "cache MB", "note"),
         _speed,
     ),
-    WidthResult: (
+    WidthResult: Layout(
         "cost of a pass by its rows, against one row",
-        ("rows", "threads", "context", "ms", "cost", "bytes", "cost/bytes"),
+        ("rows", "context", "ms", "cost", "bytes", "cost/bytes"),
         _width,
     ),
-    MatmulResult: (
-        "weights read by kind of product",
-        ("weights", "threads", "rows", "GB/s", "share"),
-        _product,
+    MatmulResult: Layout(
+        "weights read by kind of product", ("weights", "rows", "GB/s", "share"), _product
     ),
-    SpeculationResult: (
+    SpeculationResult: Layout(
         "decoding, same prompts",
-        (
-            *("drafts", "threads", "tok/s", "over greedy", "accepted", "tokens a cycle"),
-            *("by bytes", "bits", "note"),
-        ),
+        ("drafts", "tok/s", "over greedy", "accepted", "a cycle", "by bytes", "bits"),
         _decoding,
     ),
-    PeerResult: (
-        "another engine, same file, prompt and threads; tokens a second",
-        ("what", "threads", "ours", "theirs", "ratio", "pair by pair", "note"),
+    PeerResult: Layout(
+        "another engine, same file and prompt, tokens a second",
+        ("what", "ours", "theirs", "ratio", "pair by pair", "note"),
         _peer,
     ),
 }
 
 
 def figure(values: Samples, factor: float = 1.0) -> str:
-    """Median and, when there are several samples, quartiles: `12.3 (11.9..12.8)`."""
-    median = f"{values.median * factor:.4g}"
+    """Median and, when there are several samples, a line with the quartiles: `11.9..12.8`."""
+    median = _short(values.median * factor)
     if len(values.values) == 1:
         return median
-    return f"{median} ({values.low * factor:.3g}..{values.high * factor:.3g})"
+    return f"{median}\n{_short(values.low * factor)}..{_short(values.high * factor)}"
+
+
+def _short(value: float) -> str:
+    """Three digits, all of them when there are more before the point."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def csv_text(report: Report) -> str:
@@ -229,7 +219,9 @@ def json_text(report: Report) -> str:
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the tables."""
+    """Print the tables, and first what kind of time they are in when it is not the usual one."""
+    if report.facts.get("settings", {}).get("clock") == "cpu":
+        console.print("CPU time of one thread, not time on the wall (but for starts)")
     for table in tables(report):
         console.print(table)
 

@@ -5,7 +5,6 @@ Nothing here knows a backend: an engine is whatever `Engine.load` was asked for.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -14,7 +13,7 @@ import torch
 from ds4flow.bench.engine import Engine, Start, greedy
 from ds4flow.bench.fill import fill
 from ds4flow.bench.results import ContextResult, MatmulResult, WidthResult
-from ds4flow.bench.samples import Samples, interleave, samples
+from ds4flow.bench.samples import Clock, Samples, interleave, samples
 from ds4flow.bench.settings import Say, Settings, check_context, quiet, random_tokens
 from ds4flow.errors import UsageError
 from ds4flow.model.weights import LayerWeights
@@ -51,8 +50,8 @@ def _measure_context(
     prompt = random_tokens(engine, settings.chunk, settings.seed + 1)
     got = interleave(
         {
-            "prefill": lambda: _pass_seconds(engine, start, prompt),
-            "decode": lambda: greedy(engine.model, start, settings.tokens).seconds,
+            "prefill": lambda: _pass_seconds(engine, start, prompt, settings.now),
+            "decode": lambda: _decode_seconds(engine, start, settings),
         },
         repeats=settings.repeats,
         warmup=settings.warmup,
@@ -106,7 +105,7 @@ def measure_widths(
     def run(width: int) -> float:
         passes[width] += 1
         at = (passes[width] * every[-1]) % (len(drawn) - every[-1])
-        return _pass_seconds(engine, start, drawn[at : at + width])
+        return _pass_seconds(engine, start, drawn[at : at + width], settings.now)
 
     got = interleave(
         {str(width): partial(run, width) for width in every},
@@ -132,12 +131,16 @@ def measure_widths(
     ]
 
 
-def _pass_seconds(engine: Engine, start: Start, tokens: Sequence[int]) -> float:
+def _pass_seconds(engine: Engine, start: Start, tokens: Sequence[int], clock: Clock) -> float:
     """One pass with logits and argmax of every row; nothing is committed."""
     cache = start.rewind()
-    begun = time.perf_counter()
+    begun = clock()
     argmax(engine.model.logits(engine.model.forward(tokens, cache))).tolist()
-    return time.perf_counter() - begun
+    return clock() - begun
+
+
+def _decode_seconds(engine: Engine, start: Start, settings: Settings) -> float:
+    return greedy(engine.model, start, settings.tokens, clock=settings.now).seconds
 
 
 def measure_matmuls(
@@ -164,10 +167,10 @@ def measure_matmuls(
     generator = torch.Generator().manual_seed(settings.seed)
     for key, weights in kinds.items():
         x = torch.randn(rows, weights[0].shape[1], generator=generator)
-        arms[key], sizes[key] = _product_arm(engine, weights, x)
+        arms[key], sizes[key] = _product_arm(engine, weights, x, settings.now)
     layers = model.weights.layers
     x = torch.randn(rows, model.config.dim, generator=generator)
-    arms["experts"], sizes["experts"] = _experts_arm(engine, layers, x, settings.seed)
+    arms["experts"], sizes["experts"] = _experts_arm(engine, layers, x, settings)
     got = interleave(
         arms,
         repeats=settings.repeats,
@@ -183,37 +186,37 @@ def measure_matmuls(
 
 
 def _product_arm(
-    engine: Engine, weights: Sequence[QTensor], x: torch.Tensor
+    engine: Engine, weights: Sequence[QTensor], x: torch.Tensor, clock: Clock
 ) -> tuple[Callable[[], float], int]:
     once = sum(weight.nbytes for weight in weights)
     times = max(1, -(-STREAMED // once))
 
     def arm() -> float:
-        begun = time.perf_counter()
+        begun = clock()
         for _ in range(times):
             for weight in weights:
                 engine.model.kernels.linear(x, weight)
-        return time.perf_counter() - begun
+        return clock() - begun
 
     return arm, once * times
 
 
 def _experts_arm(
-    engine: Engine, layers: Iterable[LayerWeights], x: torch.Tensor, seed: int
+    engine: Engine, layers: Iterable[LayerWeights], x: torch.Tensor, settings: Settings
 ) -> tuple[Callable[[], float], int]:
     """Router, routed and shared experts of every layer; routed bytes are those expected."""
     config, rows = engine.model.config, x.shape[0]
-    layers = list(layers)
-    tokens = random_tokens(engine, rows, seed)
+    layers, clock = list(layers), settings.now
+    tokens = random_tokens(engine, rows, settings.seed)
     tensors = [info for info in engine.trunk_tensors() if ".ffn_" in info.name]
     once = int(weight_traffic(tensors, config, rows=rows).total)
     times = max(1, -(-STREAMED // once))
 
     def arm() -> float:
-        begun = time.perf_counter()
+        begun = clock()
         for _ in range(times):
             for layer in layers:
                 engine.model.kernels.moe(x, tokens, layer)
-        return time.perf_counter() - begun
+        return clock() - begun
 
     return arm, once * times

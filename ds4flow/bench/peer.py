@@ -56,9 +56,9 @@ class Peer:
         self.version = str(answer["version"])
         self.load_seconds = float(answer["seconds"])
 
-    def run(self, prompt: Sequence[int], count: int) -> PeerRun:
-        """Prefill `prompt`, then `count` greedy steps."""
-        answer = self._ask(op="run", prompt=list(prompt), count=count)
+    def run(self, prompt: Sequence[int], count: int, *, clock: str = "wall") -> PeerRun:
+        """Prefill `prompt`, then `count` greedy steps; `clock` is a name of CLOCKS."""
+        answer = self._ask(op="run", prompt=list(prompt), count=count, clock=clock)
         return PeerRun(
             float(answer["prefill"]), float(answer["decode"]), tuple(map(int, answer["tokens"]))
         )

@@ -15,6 +15,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from ds4flow.bench.samples import CLOCKS
+
 
 def main() -> None:
     """Answer requests until stdin ends."""
@@ -24,12 +26,13 @@ def main() -> None:
     llama: Any = None
     for line in sys.stdin:
         request = json.loads(line)
-        if request["op"] == "load":
+        asked = request.pop("op")
+        if asked == "load":
             llama, answer = _load(llama_cpp, request)
-        elif request["op"] == "run":
-            answer = _run(llama, request["prompt"], request["count"])
+        elif asked == "run":
+            answer = _run(llama, **request)
         else:
-            answer = {"error": f"unknown request {request['op']}"}
+            answer = {"error": f"unknown request {asked}"}
         _say(answers, answer)
 
 
@@ -55,19 +58,20 @@ def _load(llama_cpp: Any, request: dict[str, Any]) -> tuple[Any, dict[str, Any]]
     return llama, {"version": llama_cpp.__version__, "seconds": seconds}
 
 
-def _run(llama: Any, prompt: list[int], count: int) -> dict[str, Any]:
+def _run(llama: Any, prompt: list[int], count: int, clock: str) -> dict[str, Any]:
     """Prefill and `count` greedy steps, each timed as a whole; ties go to the lowest id."""
+    now = CLOCKS[clock]
     llama.reset()
-    begun = time.perf_counter()
+    begun = now()
     llama.eval(prompt)
     token = _choice(llama)
-    prefilled = time.perf_counter()
+    prefilled = now()
     tokens = []
     for _ in range(count):
         tokens.append(token)
         llama.eval([token])
         token = _choice(llama)
-    done = time.perf_counter()
+    done = now()
     return {"prefill": prefilled - begun, "decode": done - prefilled, "tokens": tokens}
 
 

@@ -198,7 +198,7 @@ class SpeculationResult:
         if None in flags.values():
             return "not compared"
         wrong = [name for name, same in flags.items() if not same]
-        return f"OTHER {' and '.join(wrong)}" if wrong else "same as greedy"
+        return f"OTHER {' and '.join(wrong)}" if wrong else "same bits"
 
     def rows(self) -> list[Row]:
         """Flat rows."""

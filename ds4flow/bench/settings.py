@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ds4flow.bench.engine import Engine
+from ds4flow.bench.samples import CLOCKS, Clock
 from ds4flow.errors import UsageError
 
 Say = Callable[[str], None]
@@ -19,7 +20,10 @@ def quiet(_text: str) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """How thoroughly to measure. `tokens` are generated a run; see `fill` for `fill_cap`."""
+    """How thoroughly to measure. `tokens` are generated a run; see `fill` for `fill_cap`.
+
+    `clock` is a name of CLOCKS.
+    """
 
     repeats: int = 5
     warmup: int = 1
@@ -27,11 +31,21 @@ class Settings:
     chunk: int = 64
     fill_cap: int = 2048
     seed: int = 0
+    clock: str = "wall"
+
+    @property
+    def now(self) -> Clock:
+        """The clock's seconds."""
+        return CLOCKS[self.clock]
 
     def __post_init__(self) -> None:
         for name, low in (("repeats", 1), ("warmup", 0), ("tokens", 1), ("chunk", 1)):
             if getattr(self, name) < low:
                 raise UsageError(f"{name}={getattr(self, name)} is too small", f"use {low} or more")
+        if self.clock not in CLOCKS:
+            raise UsageError(
+                f"clock={self.clock} is not a clock", f"use one of {', '.join(CLOCKS)}"
+            )
         if self.fill_cap < 1 or self.seed < 0:
             raise UsageError(
                 f"fill_cap={self.fill_cap}, seed={self.seed} are out of range",

@@ -90,15 +90,15 @@ def test_decoding_arms(engine: Engine) -> None:
     found = measure_decoding(engine, prompts, arms, QUICK)
     assert [r.arm for r in found] == [
         "greedy",
-        "mtp draft=1",
-        "mtp draft=auto",
-        "oracle draft=2 at 1,1",
+        "mtp 1",
+        "mtp auto",
+        "oracle 2 at 1,1",
     ]
     plain, own, auto, oracle = found
     assert plain.ratio is None
     assert (plain.tokens, plain.drafted) == (8, 0)
     for result in (own, auto, oracle):
-        assert result.identity == "same as greedy"
+        assert result.identity == "same bits"
         assert result.tokens >= 8
         assert result.ratio is not None
         assert list(result.ratio.values) == pytest.approx(
@@ -173,24 +173,24 @@ def test_csv_has_one_line_a_figure(report: Report) -> None:
     peer = next(line for line in lines if line["what"] == "decode, ours over theirs")
     assert (float(peer["median"]), peer["note"]) == (2.5, "pairs 2.00 3.00")
     synthetic = [line for line in lines if "SYNTHETIC" in line["note"]]
-    assert {line["what"] for line in synthetic} == {"oracle draft=1 at 0.5"}
+    assert {line["what"] for line in synthetic} == {"oracle 1 at 0.5"}
 
 
 def test_tables_show_what_matters(report: Report) -> None:
     text = io.StringIO()
     show(report, Console(file=text, width=200))
     for part in (
-        *("compiled before", "none compiled yet", "over greedy", "SYNTHETIC acceptance"),
+        *("to compile", "over greedy", "SYNTHETIC", "1 thread"),
         *("not compared", "pair by pair", "2.00 3.00", "cost/bytes", "unknown"),
     ):
         assert part in text.getvalue()
 
 
 def test_differences_from_greedy_are_named(report: Report) -> None:
-    own = next(r for r in report.results if getattr(r, "arm", "") == "mtp draft=1")
+    own = next(r for r in report.results if getattr(r, "arm", "") == "mtp 1")
     assert own.identity == "not compared"
     same = replace(own, same_tokens=True, same_logits=True, same_state=True)
-    assert same.identity == "same as greedy"
+    assert same.identity == "same bits"
     assert replace(same, same_logits=False, same_state=False).identity == "OTHER logits and cache"
 
 
@@ -268,6 +268,7 @@ def test_without_mtp_only_greedy_is_measured(options: BenchOptions, tmp_path: Pa
         ({"oracle": ("2",)}, "acceptance rates"),
         ({"kernels": "cuda"}, "not a kernel backend"),
         ({"peer": "llama"}, "not a known engine"),
+        ({"threads": "1,2", "settings": replace(QUICK, clock="cpu")}, "measures one thread"),
     ],
 )
 def test_wrong_options_name_themselves(
@@ -281,6 +282,16 @@ def test_wrong_options_name_themselves(
 def test_wrong_settings_name_themselves(name: str) -> None:
     with pytest.raises(UsageError, match=f"{name}=0"):
         Settings(**{name: 0})
+
+
+def test_cpu_time_is_said_to_be_that(
+    options: BenchOptions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = replace(QUICK, repeats=1, clock="cpu")
+    assert bench_command(replace(options, only="verify", widths="1", settings=settings)) == 0
+    assert capsys.readouterr().out.startswith("CPU time of one thread")
+    with pytest.raises(UsageError, match="clock=sun"):
+        replace(QUICK, clock="sun")
 
 
 def test_lists_of_numbers() -> None:
