@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 FLOORS = (
     {"errors", "rundir", "origin", "metrics"},
-    {"model", "kernels", "gguf", "gguf_header", "quants", "tokenizer", "chat"},
+    {"model", "kernels", "device", "gguf", "gguf_header", "quants", "tokenizer", "chat"},
     {"speculate", "sampling", "depth", "cache", "graph"},
     {"pipeline"},
     {"stages"},

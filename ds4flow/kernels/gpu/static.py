@@ -20,7 +20,6 @@ from ds4flow.model.profile import Profile
 from ds4flow.model.rope import BLOCK, Rope, rotate
 from ds4flow.model.weights import CompressorWeights, IndexerWeights, LayerWeights
 from ds4flow.quants import QTensor
-from ds4flow.speculate import argmax
 
 Start = int | torch.Tensor
 Tokens = Sequence[int] | torch.Tensor
@@ -266,6 +265,9 @@ class StaticKernels(ReferenceKernels):
     def top2(self, logits: torch.Tensor) -> Top2:
         """The two largest logits of each row of `[M, V]`."""
         two = torch.topk(logits, 2).values
+        vocab = logits.shape[-1]
+        places = torch.arange(vocab, device=logits.device)
+        # a row of NaN has no largest entry; its place must still exist
+        token = torch.where(logits == two[:, :1], places, vocab - 1).amin(-1)
         bad = (~torch.isfinite(logits)).sum(-1).int()
-        token = argmax(logits).clamp(max=logits.shape[-1] - 1)  # a row of NaN has no largest entry
         return Top2(token, two[:, 0], two[:, 0] - two[:, 1], bad)
