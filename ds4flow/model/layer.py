@@ -1,4 +1,4 @@
-"""One transformer layer over hyper-connection streams, written once against the kernel interface."""
+"""One transformer layer over hyper-connection streams, written against the kernel interface."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def attention(
 ) -> torch.Tensor:
     """Attention sublayer for rows at positions `start ..`: `x [M, D]` (normalised) to `[M, D]`.
 
-    The rows' own KV, compressor and indexer entries are written before anything is attended, so a query
-    sees the compressed row that its own position finishes.
+    The rows' own KV, compressor and indexer entries are written before anything is attended, so a
+    query sees the compressed row that its own position finishes.
     """
     q, low_rank = kernels.queries(x, layer, rope, start)
     kernels.kv_rows(x, layer, rope, rows.window, start)
@@ -45,7 +45,10 @@ def layer_forward(
     rope: Rope,
     start: int,
 ) -> torch.Tensor:
-    """Streams `[M, N, D]` after one layer; writes the layer's cache rows of positions `start ..`."""
+    """Streams `[M, N, D]` after one layer; writes its cache rows of positions `start ..`."""
+    whole = getattr(kernels, "layers", None)
+    if whole is not None:  # a backend that runs whole layers in one call, in the order below
+        return whole(streams, tokens, [(layer, rows, rope)], start)
     x, post, comb = kernels.hc_pre(streams, layer.hc_attn, layer.attn_norm)
     block = attention(kernels, x, layer, rows, rope, start)
     streams = kernels.hc_post(block, streams, post, comb)

@@ -1,4 +1,4 @@
-"""The DeepSeek-V4 trunk: tokens to hyper-connection streams to logits, one pass for any number of rows.
+"""The DeepSeek-V4 trunk: tokens to hyper-connection streams to logits, for any number of rows.
 
 Promise: the bits of a row do not depend on how many rows are in the pass.
 """
@@ -6,10 +6,11 @@ Promise: the bits of a row do not depend on how many rows are in the pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
-from ds4flow.errors import NumericsError, UsageError, near_match
+from ds4flow.errors import NOT_FINITE, NumericsError, UsageError, near_match
 from ds4flow.gguf import GgufFile
 from ds4flow.kernels.interface import Cache, Kernels
 from ds4flow.kernels.reference import ReferenceKernels
@@ -22,7 +23,7 @@ from ds4flow.model.weights import MtpWeights, TrunkWeights, load_mtp, load_trunk
 from ds4flow.quants import QTensor
 
 
-def _cpu_kernels(config: ModelConfig, profile: Profile) -> Kernels:
+def _cpu_kernels(config: ModelConfig, profile: Profile, activations: str = "f32") -> Kernels:
     """The numba backend; imported when chosen, because numba takes a moment to load."""
     try:
         from ds4flow.kernels.cpu import CpuKernels
@@ -33,7 +34,7 @@ def _cpu_kernels(config: ModelConfig, profile: Profile) -> Kernels:
             f"runtime.kernels=cpu needs {error.name}, which is not installed",
             "pip install numba, or use runtime.kernels=reference",
         ) from error
-    return CpuKernels(config, profile)
+    return CpuKernels(config, profile, activations=activations)
 
 
 def _gpu_kernels(config: ModelConfig, profile: Profile) -> Kernels:
@@ -53,6 +54,7 @@ def _gpu_kernels(config: ModelConfig, profile: Profile) -> Kernels:
 BACKENDS: dict[str, Callable[[ModelConfig, Profile], Kernels]] = {
     "reference": ReferenceKernels,
     "cpu": _cpu_kernels,
+    "cpu-int8": partial(_cpu_kernels, activations="int8"),
     "gpu": _gpu_kernels,
 }
 
@@ -105,7 +107,7 @@ class Model:
             )
         if numerics.kv_fp8 and (config.head_dim - config.rope_dim) % 64:
             raise UsageError(
-                f"model.profile={profile} rounds KV rows in blocks of 64 channels, but this model has "
+                f"model.profile={profile} rounds KV rows in blocks of 64 channels, and this has "
                 f"{config.head_dim - config.rope_dim} non-rotary ones",
                 "use model.profile=plain",
             )
@@ -146,14 +148,19 @@ class Model:
     def forward(self, tokens: Sequence[int], cache: Cache) -> torch.Tensor:
         """Run the trunk on `tokens` at positions `cache.length ..`; the cursor does not move.
 
-        Returns the float32 streams `[M, N, D]` after the last layer. The cache rows of these positions
-        are written and become visible when the cache commits them. Raises NumericsError naming the layer
-        when a value is not finite.
+        Returns the float32 streams `[M, N, D]` after the last layer. The cache rows of these
+        positions are written and become visible when the cache commits them. Raises NumericsError
+        naming the layer when a value is not finite.
         """
         start = cache.length
         cache.check_room(start, len(tokens))
         embedded = self.kernels.embed(self.weights.embed, tokens)
         streams = embedded[:, None, :].expand(-1, self.config.streams, -1).contiguous()
+        whole = getattr(self.kernels, "layers", None)
+        if whole is not None:  # a backend that runs all layers in one call, and checks them itself
+            ropes = (self.rope(layer.ratio) for layer in self.weights.layers)
+            stacked = list(zip(self.weights.layers, cache.layers, ropes, strict=True))
+            return whole(streams, tokens, stacked, start)
         for layer, rows in zip(self.weights.layers, cache.layers, strict=True):
             streams = layer_forward(
                 self.kernels, streams, tokens, layer, rows, self.rope(layer.ratio), start
@@ -161,15 +168,15 @@ class Model:
             if not bool(torch.isfinite(streams).all()):
                 row = int(torch.nonzero(~torch.isfinite(streams).flatten(1).all(1))[0])
                 raise NumericsError(
-                    f"layer {layer.index} gave a value that is not finite at position {start + row} "
-                    f"(row {row} of the pass)",
-                    "the weights or the kernels are at fault; check the file with its published digest",
+                    f"layer {layer.index} gave a value that is not finite at position "
+                    f"{start + row} (row {row} of the pass)",
+                    NOT_FINITE,
                 )
         return streams
 
     @torch.inference_mode()
     def logits(self, streams: torch.Tensor) -> torch.Tensor:
-        """Logits `[M, V]` (float32) of streams `[M, N, D]`; NumericsError when one is not finite."""
+        """Logits `[M, V]` of streams `[M, N, D]`; NumericsError when one is not finite."""
         head = self.weights.head
         logits = self.kernels.linear(
             self.kernels.hc_head(streams, head.hc, head.norm), self.weights.output
@@ -185,5 +192,5 @@ def check_logits(logits: torch.Tensor, where: str) -> None:
         row = int(torch.nonzero(~finite)[0])
         raise NumericsError(
             f"the {where} gave logits that are not finite in row {row}",
-            "the weights or the kernels are at fault; check the file with its published digest",
+            NOT_FINITE,
         )

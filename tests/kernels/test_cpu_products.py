@@ -15,26 +15,9 @@ from ds4flow.kernels.cpu import CpuKernels
 from ds4flow.model.config import ModelConfig
 from ds4flow.model.profile import find_profile
 from ds4flow.quants import QTensor
+from tests.stored import stored_weight
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_K", "Q2_K", "IQ2_XXS", "MXFP4")
-HALVES = {"Q8_0": (0,), "Q4_K": (0, 2), "Q2_K": (80, 82), "IQ2_XXS": (0,)}
-
-
-def weight(type_name: str, rows: int, columns: int, seed: int = 0) -> QTensor:
-    """Random stored weights: every code and sub-scale occurs, block scales are moderate halves."""
-    rng = np.random.default_rng(seed)
-    values = rng.standard_normal((rows, columns)).astype(np.float32)
-    if type_name in ("F32", "F16", "BF16"):
-        kind = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[type_name]
-        return QTensor("w", type_name, (rows, columns), torch.from_numpy(values).to(kind))
-    size, width = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_name]]
-    blocks = rng.integers(0, 256, (rows, columns // size, width), dtype=np.uint8)
-    for at in HALVES.get(type_name, ()):
-        scales = (0.1 * rng.standard_normal(blocks.shape[:2])).astype(np.float16)
-        blocks[:, :, at : at + 2] = scales[..., None].view(np.uint8)
-    if type_name == "MXFP4":
-        blocks[:, :, 0] = rng.integers(118, 130, blocks.shape[:2])
-    return QTensor("w", type_name, (rows, columns), torch.from_numpy(blocks.reshape(rows, -1)))
 
 
 def inputs(rows: int, columns: int, seed: int = 1) -> torch.Tensor:
@@ -57,7 +40,7 @@ def columns_of(type_name: str) -> int:
 
 @pytest.mark.parametrize("type_name", TYPES)
 def test_stored_weights_give_the_bits_of_dequantised_ones(kernels, type_name):
-    stored = weight(type_name, 37, columns_of(type_name))
+    stored = stored_weight(type_name, 37, columns_of(type_name))
     plain = QTensor("w", "F32", stored.shape, stored.float())
     for m in (1, 2, 3, 4, 5, 9):
         x = inputs(m, stored.shape[1])
@@ -66,7 +49,7 @@ def test_stored_weights_give_the_bits_of_dequantised_ones(kernels, type_name):
 
 @pytest.mark.parametrize("type_name", TYPES)
 def test_products_agree_with_float64(kernels, type_name):
-    stored = weight(type_name, 33, columns_of(type_name))
+    stored = stored_weight(type_name, 33, columns_of(type_name))
     x = inputs(6, stored.shape[1])
     exact = x.double() @ stored.float().double().T
     error = (kernels.linear(x, stored).double() - exact).abs().max()
@@ -75,7 +58,7 @@ def test_products_agree_with_float64(kernels, type_name):
 
 @pytest.mark.parametrize("type_name", TYPES)
 def test_rows_are_looked_up_with_exact_values(kernels, type_name):
-    stored = weight(type_name, 20, columns_of(type_name))
+    stored = stored_weight(type_name, 20, columns_of(type_name))
     ids = [3, 19, 0, 3]
     assert torch.equal(kernels.embed(stored, ids), stored.float()[ids])
     with pytest.raises(IndexError):
@@ -85,7 +68,7 @@ def test_rows_are_looked_up_with_exact_values(kernels, type_name):
 @pytest.mark.parametrize("columns", [16, 32, 48, 80, 2064])
 def test_odd_numbers_of_vectors(kernels, columns):
     for type_name in ("F32", "F16", "BF16"):
-        stored = weight(type_name, 5, columns)
+        stored = stored_weight(type_name, 5, columns)
         x = inputs(7, columns)
         exact = x.double() @ stored.float().double().T
         error = (kernels.linear(x, stored).double() - exact).abs().max()
@@ -101,7 +84,7 @@ def test_odd_numbers_of_vectors(kernels, columns):
     seed=st.integers(0, 2**31),
 )
 def test_a_row_ignores_its_place_and_its_neighbours(kernels, type_name, m, rows, place, seed):
-    stored = weight(type_name, rows, columns_of(type_name) // 2 * 2, seed)
+    stored = stored_weight(type_name, rows, columns_of(type_name) // 2 * 2, seed)
     x = inputs(m, stored.shape[1], seed)
     place %= m
     assert torch.equal(
@@ -112,7 +95,7 @@ def test_a_row_ignores_its_place_and_its_neighbours(kernels, type_name, m, rows,
 @pytest.mark.parametrize("type_name", ["F32", "Q8_0", "Q4_K"])
 def test_a_strided_view_of_blocks_is_read_in_place(kernels, type_name):
     """Half of the columns of a wider matrix, as the joint projection of an MTP file is split."""
-    wide = weight(type_name, 9, 1024)
+    wide = stored_weight(type_name, 9, 1024)
     half = wide.data.shape[1] // 2
     for part in (slice(0, half), slice(half, None)):
         view = QTensor("v", type_name, (9, 512), wide.data[:, part])
@@ -135,7 +118,7 @@ def test_unknown_types_are_kept_as_float32_and_said_so(kernels, caplog):
 
 def test_widths_that_do_not_fit_are_refused(kernels):
     with pytest.raises(UsageError, match="multiple of 16"):
-        kernels.linear(inputs(1, 24), weight("F32", 3, 24))
+        kernels.linear(inputs(1, 24), stored_weight("F32", 3, 24))
 
 
 def test_subnormal_and_signed_halves_are_exact(kernels):

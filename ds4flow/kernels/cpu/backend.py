@@ -13,8 +13,8 @@ import numba
 import numpy as np
 import torch
 
-from ds4flow.errors import NumericsError, UsageError
-from ds4flow.kernels.cpu import attention, experts, hyper, layout, products, rows
+from ds4flow.errors import NOT_FINITE, NumericsError, UsageError, near_match
+from ds4flow.kernels.cpu import attention, experts, hyper, layout, products, rows, stack
 from ds4flow.kernels.cpu.formats import FORMATS, lookup_tables
 from ds4flow.kernels.cpu.library import cache_folder, library, log
 from ds4flow.kernels.cpu.library import config as numba_config
@@ -48,7 +48,10 @@ OPERATIONS: tuple[Callable[..., int], ...] = (
     attention.attend_job,
     attention.attention_output,
     experts.moe,
+    stack.stack,
 )
+ACTIVATIONS = ("f32", "int8")
+MOST_CACHE_RECORDS = 1 << 14
 SPARE = 4096  # bytes beyond the computed size of a buffer
 
 
@@ -66,21 +69,39 @@ class Selection(list[torch.Tensor | None]):
 class CpuKernels:
     """Implements `ds4flow.kernels.interface.Kernels` with numba on the weights as stored.
 
-    `threads` 0 means as many as torch uses; the bits do not depend on it.
+    `threads` 0 means as many as torch uses; the bits do not depend on it. `activations` is "f32",
+    or "int8" to round the activations that meet block formats to 8 bits in blocks of 32 (faster;
+    rows are as independent of each other as with "f32", but results differ from the reference's).
     """
 
-    def __init__(self, config: ModelConfig, profile: Profile, *, threads: int = 0) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        profile: Profile,
+        *,
+        threads: int = 0,
+        activations: str = "f32",
+    ) -> None:
         _check(config)
+        if activations not in ACTIVATIONS:
+            raise UsageError(
+                f"{activations} is not an activation mode of the CPU kernels",
+                f"use one of: {', '.join(ACTIVATIONS)} {near_match(activations, ACTIVATIONS)}",
+            )
         self.config = config
         self.profile = profile
         self.threads = threads if threads > 0 else torch.get_num_threads()
-        self._records = Records(config, library)
+        self._rounding = activations == "int8"
+        self._records = Records(config, library, rounded=self._rounding)
         self._ropes: dict[int, tuple[Rope, np.ndarray, list[np.ndarray]]] = {}
         self._pools: dict[tuple[int, ...], np.ndarray] = {}
         self._rows: dict[tuple[int, ...], np.ndarray] = {}
+        self._stacks: dict[tuple[int, ...], np.ndarray] = {}
+        self._between = np.empty(0, dtype=np.uint8)
         self._tables = lookup_tables()
         self._arena = np.empty(0, dtype=np.uint8)
         self._scratch = np.empty(0, dtype=np.uint8)
+        self._rounded = np.empty(0, dtype=np.uint8)
         self._context = self._make_context()
         self._at = address(self._context)
         self._enter: Any = library.enter()
@@ -94,6 +115,15 @@ class CpuKernels:
             (layout.CONTEXT_PRODUCTS_JOB, library.address(products.products_job)),
             (layout.CONTEXT_ATTEND_JOB, library.address(attention.attend_job)),
             (layout.CONTEXT_INDEX_JOB, library.address(attention.index_job)),
+            (layout.CONTEXT_HC_PRE, library.address(hyper.hc_pre)),
+            (layout.CONTEXT_HC_POST, library.address(hyper.hc_post)),
+            (layout.CONTEXT_QUERIES, library.address(attention.queries)),
+            (layout.CONTEXT_KV_ROWS, library.address(attention.kv_rows)),
+            (layout.CONTEXT_COMPRESS, library.address(attention.compress)),
+            (layout.CONTEXT_INDEX_TOPK, library.address(attention.index_topk)),
+            (layout.CONTEXT_ATTEND, library.address(attention.attend)),
+            (layout.CONTEXT_ATTENTION_OUTPUT, library.address(attention.attention_output)),
+            (layout.CONTEXT_MOE, library.address(experts.moe)),
             (layout.CONTEXT_DIM, config.dim),
             (layout.CONTEXT_HEADS, config.heads),
             (layout.CONTEXT_HEAD_DIM, config.head_dim),
@@ -140,15 +170,19 @@ class CpuKernels:
 
     # --- buffers and records ----------------------------------------------------------------------
 
-    def _reserve(self, m: int, keys: int = 0) -> None:
-        """Make room for the temporaries of an operation on `m` rows with `keys` keys each."""
+    def _reserve(self, m: int, keys: int = 0, visible: int = 0, columns: int = 0) -> None:
+        """Make room for the temporaries of an operation on `m` rows.
+
+        At most `keys` keys a row, `visible` blocks to rank; input rows have as many columns as the
+        configuration says, or `columns`.
+        """
         c = self.config
         shared = c.expert_dim * c.experts_shared
         pairs = m * c.experts_used
         sizes = (
             96 * m + 256,
             4 * m * (c.head_dim + 4 * max(c.head_dim, c.index_dim)) + 16 * 128,
-            4 * m * c.index_heads * (c.index_dim + 1) + 8 * 2048 + 20 * keys,
+            4 * m * c.index_heads * (c.index_dim + 1) + 8 * 2048 + 20 * visible,
             m * (16 + 8 * keys),
             4 * m * c.groups * c.o_rank + layout.TASK_SIZE * c.groups,
             pairs * (4 * (2 * c.dim + 2 * c.expert_dim) + 20 + 2 * layout.TASK_SIZE)
@@ -156,6 +190,11 @@ class CpuKernels:
             + m * (8 * shared + 4 * c.experts + 64),
         )
         self._arena = self._room(self._arena, max(sizes) + SPARE, layout.CONTEXT_ARENA)
+        if self._rounding:
+            widest = max((c.experts_used + 1) * max(c.dim, c.expert_dim, shared), 4 * c.dim)
+            widest = max(widest, c.heads * c.head_dim, c.groups * c.o_rank, c.q_rank, columns)
+            size = m * (3 * widest + 64 * (c.experts_used + c.groups + 1))
+            self._rounded = self._room(self._rounded, size + SPARE, layout.CONTEXT_ROUNDED)
         each = max(
             8 * self._records.most_columns,
             4 * attention.HEADS_TOGETHER * (keys + 17),
@@ -191,6 +230,13 @@ class CpuKernels:
             put(made, 0, address(grown))
         return address(made)
 
+    def _forget(self) -> None:
+        """Drop the records of cache buffers when many caches have come and gone."""
+        if len(self._pools) + len(self._rows) + len(self._stacks) > MOST_CACHE_RECORDS:
+            self._pools.clear()
+            self._rows.clear()
+            self._stacks.clear()
+
     def _pool(self, compressed: CompressedRows) -> int:
         """Address of the record of a compressor's buffers."""
         values, pool = compressed.values, compressed.pool
@@ -217,8 +263,6 @@ class CpuKernels:
                 (layout.POOL_OVERLAPPING, int(values.shape[-1] == 2 * width)),
             ):
                 put(made, field, value)
-            if len(self._pools) > 4096:
-                self._pools.clear()
             self._pools[key] = made
         return address(made)
 
@@ -230,8 +274,6 @@ class CpuKernels:
         made = self._rows.get(key)
         if made is None:
             made = np.array(key, dtype=np.int64)
-            if len(self._rows) > 4096:
-                self._rows.clear()
             self._rows[key] = made
         return address(made)
 
@@ -243,7 +285,7 @@ class CpuKernels:
             return weight.rows(list(tokens))
         ids = np.array(tokens, dtype=np.int64)
         rows_, columns = weight.shape
-        if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= rows_):
+        if len(ids) and not 0 <= min(tokens) <= max(tokens) < rows_:
             raise IndexError(f"token ids must lie in 0 .. {rows_ - 1}")
         out = torch.empty((len(ids), columns))
         data = weight.data
@@ -266,7 +308,7 @@ class CpuKernels:
         x = x.contiguous()
         m = x.shape[0]
         matrix = self._records.matrix(weight)
-        self._reserve(m)
+        self._reserve(m, columns=weight.shape[1])
         out = torch.empty((m, weight.shape[0]))
         arena = int(self._context[layout.CONTEXT_ARENA // 8])
         kernel = library.address(products.linear)
@@ -410,6 +452,7 @@ class CpuKernels:
         index: bool,
     ) -> None:
         """Write the projections of each position and every row whose block is finished by them."""
+        self._forget()
         x = x.contiguous()
         m = x.shape[0]
         made = self._records.compressor(weights)
@@ -441,9 +484,10 @@ class CpuKernels:
         visible = (start + m) // rows.ratio
         if visible <= most:
             return [None] * m
+        self._forget()
         x, low_rank = x.contiguous(), low_rank.contiguous()
         made = self._records.indexer(weights)
-        self._reserve(m, visible)
+        self._reserve(m, visible=visible)
         table = torch.empty((m, 1 + most), dtype=torch.int64)
         self._enter(
             library.address(attention.index_topk),
@@ -469,6 +513,7 @@ class CpuKernels:
         selected: list[torch.Tensor | None] | None,
     ) -> torch.Tensor:
         """Sink attention over window and compressed rows, de-rotated: `[M, H, d]`."""
+        self._forget()
         q = q.contiguous()
         m, c = q.shape[0], self.config
         table = self._selection(selected)
@@ -542,6 +587,81 @@ class CpuKernels:
         if failed:
             raise NumericsError(f"layer {layer.index}: the router's scores are not finite")
         return out
+
+    # --- whole layers -----------------------------------------------------------------------------
+
+    def layers(
+        self,
+        streams: torch.Tensor,
+        tokens: Sequence[int],
+        stacked: Sequence[tuple[LayerWeights, LayerRows, Rope]],
+        start: int,
+    ) -> torch.Tensor:
+        """Streams `[M, N, D]` after some layers, in one call; writes their cache rows.
+
+        Raises NumericsError naming the layer when a value is not finite.
+        """
+        self._forget()
+        c, m = self.config, streams.shape[0]
+        records = self._stack(stacked, start + m)
+        keys, visible = 0, 0
+        for _, rows_, _ in stacked:
+            if rows_.index is not None:
+                visible = max(visible, (start + m) // rows_.index.ratio)
+                keys = max(keys, c.top_k)
+            elif rows_.compressed is not None:
+                keys = max(keys, (start + m) // rows_.compressed.ratio)
+        self._reserve(m, c.window + keys, visible)
+        size = 8 * m * (3 * c.dim + c.heads * c.head_dim + c.q_rank + 16 + c.top_k)
+        if self._between.size < size:
+            self._between = np.empty(size + size // 2, dtype=np.uint8)
+        ids = np.array(tokens, dtype=np.int64)
+        out = streams.clone(memory_format=torch.contiguous_format)
+        failed = self._enter(
+            library.address(stack.stack),
+            self._at,
+            address(records),
+            len(stacked),
+            out.data_ptr(),
+            m,
+            start,
+            address(ids),
+            (address(self._between) + 63) // 64 * 64,
+            0,
+        )
+        if failed:
+            number, row = (failed & ~stack.ROUTER) >> 32, (failed & 0xFFFFFFFF) - 1
+            index = stacked[number][0].index
+            if failed & stack.ROUTER:
+                raise NumericsError(f"layer {index}: the router's scores are not finite")
+            raise NumericsError(
+                f"layer {index} gave a value that is not finite at position {start + row} "
+                f"(row {row} of the pass)",
+                NOT_FINITE,
+            )
+        return out
+
+    def _stack(
+        self, stacked: Sequence[tuple[LayerWeights, LayerRows, Rope]], last: int
+    ) -> np.ndarray:
+        """The records of some layers with their ropes and cache rows filled in."""
+        key: list[int] = []
+        for layer, rows_, rope in stacked:
+            key += (id(layer), self._rope(rope, last), self._cache_rows(rows_))
+            key.append(0 if rows_.index is None else self._pool(rows_.index))
+        made = self._stacks.get(tuple(key))
+        if made is None:
+            parts = []
+            for number, (layer, _, _) in enumerate(stacked):
+                part = self._records.layer(layer)
+                _, rope_at, rows_at, index_at = key[4 * number : 4 * number + 4]
+                put(part, layout.LAYER_ROPE, rope_at)
+                put(part, layout.LAYER_ROWS, rows_at)
+                put(part, layout.LAYER_INDEX_POOL, index_at)
+                parts.append(part)
+            made = np.concatenate(parts)
+            self._stacks[tuple(key)] = made
+        return made
 
 
 def _check(config: ModelConfig) -> None:

@@ -115,8 +115,11 @@ def _activate(gate: int, up: int, count: int, limit: np.float32) -> None:
 
 
 @helper
-def _group(chosen: int, pairs: int, counts: int, experts: int, places: int) -> None:
-    """Sort the (row, choice) pairs by expert: `counts [experts]`, and each pair's place."""
+def _group(chosen: int, pairs: int, counts: int, experts: int, order: int) -> None:
+    """Sort the (row, choice) pairs by expert.
+
+    `order` gets the pairs in sorted order, `counts [experts]` the end of each expert's part.
+    """
     for e in range(experts + 1):
         put(counts + 8 * e, 0)
     for p in range(pairs):
@@ -126,24 +129,8 @@ def _group(chosen: int, pairs: int, counts: int, experts: int, places: int) -> N
         put(counts + 8 * (e + 1), get(counts + 8 * (e + 1)) + get(counts + 8 * e))
     for p in range(pairs):  # the starts move up while places are given away
         slot = counts + 8 * get(chosen + 8 * p)
-        put(places + 8 * p, get(slot))
+        put(order + 8 * get(slot), p)
         put(slot, get(slot) + 1)
-
-
-@helper
-def _expert_tasks(
-    counts: int, experts: int, matrices: int, x: int, x_size: int, y: int, y_size: int, end: int
-) -> int:
-    """Append one product per expert with rows; rows of x and y lie in grouped order."""
-    first = 0
-    for e in range(experts):
-        last = get(counts + 8 * e)
-        if last > first:
-            matrix = matrices + MATRIX_SIZE * e
-            rows = last - first
-            end = task(end, matrix, x + x_size * first, x_size, rows, y + y_size * first, y_size)
-        first = last
-    return end
 
 
 def moe(context: int, moe: int, x: int, tokens: int, m: int, y: int, a: int, b: int, c: int) -> int:
@@ -155,8 +142,8 @@ def moe(context: int, moe: int, x: int, tokens: int, m: int, y: int, a: int, b: 
     pairs = m * used
     tasks = get(context + CONTEXT_ARENA)
     chosen = tasks + TASK_SIZE * (2 * min(experts, pairs) + 3)
-    places = chosen + 8 * pairs
-    counts = places + 8 * pairs
+    order = chosen + 8 * pairs
+    counts = order + 8 * pairs
     gains = counts + 8 * (experts + 1)
     padded = 4 * ((experts + 15) // 16 * 16)
     gates = aligned(gains + 4 * pairs)
@@ -176,22 +163,41 @@ def moe(context: int, moe: int, x: int, tokens: int, m: int, y: int, a: int, b: 
         row, gain = chosen + 8 * used * i, gains + 4 * used * i
         if not _choose(context, moe, gates + padded * i, get(tokens + 8 * i), row, gain):
             return 1 + i
-    _group(chosen, pairs, counts, experts, places)
-    for p in range(pairs):
-        copy(inputs + dim * get(places + 8 * p), x + dim * (p // used), dim)
+    _group(chosen, pairs, counts, experts, order)
     size = 4 * inner
-    end = _expert_tasks(counts, experts, get(moe + MOE_GATE), inputs, dim, gate, size, tasks)
-    end = _expert_tasks(counts, experts, get(moe + MOE_UP), inputs, dim, up, size, end)
+    end, first = tasks, 0
+    for e in range(experts):
+        last = get(counts + 8 * e)
+        rows = last - first
+        if rows > 0:
+            source = x + dim * (get(order + 8 * first) // used)
+            if rows > 1:  # rows of one expert side by side
+                source = inputs + dim * first
+                for place in range(first, last):
+                    copy(inputs + dim * place, x + dim * (get(order + 8 * place) // used), dim)
+            matrix, made = MATRIX_SIZE * e, size * first
+            end = task(end, get(moe + MOE_GATE) + matrix, source, dim, rows, gate + made, size)
+            end = task(end, get(moe + MOE_UP) + matrix, source, dim, rows, up + made, size)
+        first = last
     run(context, tasks, end)
     _activate(gate, up, inner * pairs, getf(moe + MOE_CLAMP))
     _activate(shared_gate, shared_up, shared * m, getf(moe + MOE_CLAMP_SHARED))
-    end = _expert_tasks(counts, experts, get(moe + MOE_DOWN), gate, size, parts, dim, tasks)
+    end, first = tasks, 0
+    for e in range(experts):
+        last = get(counts + 8 * e)
+        if last > first:
+            matrix = get(moe + MOE_DOWN) + MATRIX_SIZE * e
+            part, made = gate + size * first, parts + dim * first
+            end = task(end, matrix, part, size, last - first, made, dim)
+        first = last
     end = task(end, get(moe + MOE_SHARED_DOWN), shared_gate, 4 * shared, m, y, dim)
     run(context, tasks, end)
+    for place in range(pairs):
+        put(chosen + 8 * get(order + 8 * place), place)
     for i in range(m):
         for j in range(used):
             p = i * used + j
-            gain, part = spread(getf(gains + 4 * p)), parts + dim * get(places + 8 * p)
+            gain, part = spread(getf(gains + 4 * p)), parts + dim * get(chosen + 8 * p)
             for at in range(0, dim, 64):
                 out = y + dim * i + at
                 put_lanes(out, fma(gain, lanes(part + at), lanes(out)))

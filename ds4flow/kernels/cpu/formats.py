@@ -63,11 +63,12 @@ def _bytes(b: Builder, address: Value, distance: int, count: int = LANES) -> Val
     return load(b, address, vector(I8, count), distance)
 
 
-def _half(b: Builder, address: Value, distance: int, target: Target) -> Value:
+def half(b: Builder, address: Value, distance: int, target: Target) -> Value:
+    """The half at a byte address as a float32."""
     return half_to_float(b, load(b, address, I16, distance), target.native_half)
 
 
-def _unsigned(b: Builder, codes: Value) -> Value:
+def unsigned(b: Builder, codes: Value) -> Value:
     """Unsigned bytes as float32, through signed conversion, which every CPU has."""
     return b.sitofp(b.zext(codes, vector(I32, codes.type.count)), vector(F32, codes.type.count))
 
@@ -89,7 +90,7 @@ def _decode_bf16(b: Builder, block: Value, tables: Value, target: Target) -> Ite
 
 
 def _decode_q8_0(b: Builder, block: Value, tables: Value, target: Target) -> Iterator[Value]:
-    scale = splat(b, _half(b, block, 0, target))
+    scale = splat(b, half(b, block, 0, target))
     for part in range(2):
         codes = b.sitofp(b.sext(_bytes(b, block, 2 + 16 * part), V16I), V16F)
         yield b.fmul(codes, scale)
@@ -117,9 +118,9 @@ def q4_k_scales(b: Builder, block: Value) -> tuple[Value, Value]:
 
 def _decode_q4_k(b: Builder, block: Value, tables: Value, target: Target) -> Iterator[Value]:
     scales, minima = q4_k_scales(b, block)
-    unit, offset_unit = _half(b, block, 0, target), _half(b, block, 2, target)
-    scale = b.fmul(_unsigned(b, scales), splat(b, unit, 8))
-    least = b.fneg(b.fmul(_unsigned(b, minima), splat(b, offset_unit, 8)))
+    unit, offset_unit = half(b, block, 0, target), half(b, block, 2, target)
+    scale = b.fmul(unsigned(b, scales), splat(b, unit, 8))
+    least = b.fneg(b.fmul(unsigned(b, minima), splat(b, offset_unit, 8)))
     for pair in range(4):
         parts = [_bytes(b, block, 16 + 32 * pair + 16 * part) for part in range(2)]
         for nibble in range(2):
@@ -138,8 +139,8 @@ def _decode_q2_k(b: Builder, block: Value, tables: Value, target: Target) -> Ite
     packed = _bytes(b, block, 0)
     low = b.and_(packed, constant(packed.type, 15))
     high = b.lshr(packed, constant(packed.type, 4))
-    scale = b.fmul(_unsigned(b, low), splat(b, _half(b, block, 80, target)))
-    least = b.fneg(b.fmul(_unsigned(b, high), splat(b, _half(b, block, 82, target))))
+    scale = b.fmul(unsigned(b, low), splat(b, half(b, block, 80, target)))
+    least = b.fneg(b.fmul(unsigned(b, high), splat(b, half(b, block, 82, target))))
     for part in range(16):
         wide = b.zext(_bytes(b, block, 16 + 32 * (part // 8) + 16 * (part % 2)), V16I)
         wide = b.lshr(wide, constant(V16I, 2 * (part % 8 // 2)))
@@ -178,7 +179,7 @@ def _pair(b: Builder, words: list[Value]) -> Value:
 
 
 def _decode_iq2_xxs(b: Builder, block: Value, tables: Value, target: Target) -> Iterator[Value]:
-    unit = _half(b, block, 0, target)
+    unit = half(b, block, 0, target)
     for group in range(8):
         parts, step = iq2_xxs_group(b, block, tables, group)
         scale = splat(b, b.fmul(unit, step))
@@ -186,12 +187,16 @@ def _decode_iq2_xxs(b: Builder, block: Value, tables: Value, target: Target) -> 
             yield b.fmul(b.sitofp(b.sext(codes, V16I), V16F), scale)
 
 
-def _decode_mxfp4(b: Builder, block: Value, tables: Value, target: Target) -> Iterator[Value]:
-    exponent = b.zext(load(b, block, I8), I32)
-    # 2**(e - 127): its bits are e in the exponent field, or one half of 2**-126 for e = 0
+def mxfp4_scale(b: Builder, block: Value, distance: int = 0) -> Value:
+    """`2 ** (e - 127)` of an MXFP4 block's exponent byte e."""
+    exponent = b.zext(load(b, block, I8, distance), I32)
+    # the bits are e in the exponent field, or one half of 2**-126 for e = 0
     small = b.icmp_unsigned("==", exponent, I32(0))
-    bits = b.select(small, I32(1 << 22), b.shl(exponent, I32(23)))
-    scale = splat(b, b.bitcast(bits, F32))
+    return b.bitcast(b.select(small, I32(1 << 22), b.shl(exponent, I32(23))), F32)
+
+
+def _decode_mxfp4(b: Builder, block: Value, tables: Value, target: Target) -> Iterator[Value]:
+    scale = splat(b, mxfp4_scale(b, block))
     packed = _bytes(b, block, 1)
     for nibble in range(2):
         wide = b.zext(packed, V16I)

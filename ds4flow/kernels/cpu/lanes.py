@@ -17,7 +17,7 @@ from numba import types
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
-from ds4flow.kernels.cpu import emit, tiles
+from ds4flow.kernels.cpu import emit, int8, tiles
 from ds4flow.kernels.cpu.formats import BY_KIND, Target
 
 
@@ -340,6 +340,19 @@ def product_kernel(typing_context: Any, kind: Any, arguments: Any) -> Any:
 
 
 @_any(intrinsic(prefer_literal=True))
+def rounded_product_kernel(typing_context: Any, kind: Any, arguments: Any) -> Any:
+    """Like `product_kernel`, for activation rows rounded to 8 bits (see `int8.emit_product`)."""
+
+    def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        items = [builder.extract_value(values[1], i) for i in range(len(sig.args[1]))]
+        form = BY_KIND[sig.args[0].literal_value]
+        int8.emit_product(builder, form, target_of(context), items)
+        return context.get_dummy_value()
+
+    return types.void(kind, arguments), generate
+
+
+@_any(intrinsic(prefer_literal=True))
 def decode_kernel(typing_context: Any, kind: Any, arguments: Any) -> Any:
     """Decode one row of the weight format with the literal ggml number `kind`.
 
@@ -371,3 +384,4 @@ def _emitter(name: str, emitter: Callable[..., None]) -> Any:
 
 scores = _emitter("scores", tiles.emit_scores)
 blend = _emitter("blend", tiles.emit_blend)
+round_row = _emitter("round_row", int8.emit_round)

@@ -7,13 +7,24 @@ def _fields(count: int) -> range:
     return range(0, 8 * count, 8)
 
 
-# matrix: product kernel, address of row 0, bytes of a row, rows, columns, 1 when it takes int8 rows
-MATRIX_KERNEL, MATRIX_ADDRESS, MATRIX_STRIDE, MATRIX_ROWS, MATRIX_COLUMNS, MATRIX_INT8 = _fields(6)
+# matrix: product kernel, address of row 0, bytes of a row, rows, columns, 1 when it takes rounded
+# activations
+MATRIX_KERNEL, MATRIX_ADDRESS, MATRIX_STRIDE, MATRIX_ROWS, MATRIX_COLUMNS, MATRIX_ROUNDED = _fields(
+    6
+)
 MATRIX_SIZE = 48
 
-# one matrix product of a batch: matrix, x, bytes of its rows, rows, y, bytes of its rows
-TASK_MATRIX, TASK_X, TASK_X_STRIDE, TASK_COUNT, TASK_Y, TASK_Y_STRIDE = _fields(6)
-TASK_SIZE = 48
+# one matrix product of a batch: matrix, x, bytes of its rows, rows, y, bytes of its rows, rounded x
+(
+    TASK_MATRIX,
+    TASK_X,
+    TASK_X_STRIDE,
+    TASK_COUNT,
+    TASK_Y,
+    TASK_Y_STRIDE,
+    TASK_ROUNDED,
+) = _fields(7)
+TASK_SIZE = 56
 
 # the context that every kernel gets first
 (
@@ -23,11 +34,20 @@ TASK_SIZE = 48
     CONTEXT_PRODUCTS_JOB,
     CONTEXT_ATTEND_JOB,
     CONTEXT_INDEX_JOB,
+    CONTEXT_HC_PRE,
+    CONTEXT_HC_POST,
+    CONTEXT_QUERIES,
+    CONTEXT_KV_ROWS,
+    CONTEXT_COMPRESS,
+    CONTEXT_INDEX_TOPK,
+    CONTEXT_ATTEND,
+    CONTEXT_ATTENTION_OUTPUT,
+    CONTEXT_MOE,
     CONTEXT_TABLES,
     CONTEXT_SCRATCH,
     CONTEXT_SCRATCH_STRIDE,
     CONTEXT_ARENA,
-    CONTEXT_INT8,
+    CONTEXT_ROUNDED,
     CONTEXT_JOB,
     CONTEXT_DIM,
     CONTEXT_HEADS,
@@ -50,7 +70,7 @@ TASK_SIZE = 48
     CONTEXT_EPS_HC,
     CONTEXT_EXPERT_SCALE,
     CONTEXT_JOB_FIELDS,  # room for the arguments of a parallel job
-) = _fields(33)
+) = _fields(42)
 CONTEXT_SIZE = CONTEXT_JOB_FIELDS + 8 * 16
 
 # hyper-connection: matrix, 24 (or 4, padded to 16) scales and bases, norm weight
@@ -107,3 +127,18 @@ INDEXER_SIZE = 16
     MOE_CLAMP_SHARED,  # float32
 ) = _fields(11)
 MOE_SIZE = 88
+
+# one layer of a stack; 0 for an absent compressor or indexer
+(
+    LAYER_HC_ATTN,
+    LAYER_ATTENTION,
+    LAYER_COMPRESSOR,
+    LAYER_INDEXER,
+    LAYER_INDEX_COMPRESSOR,
+    LAYER_HC_FFN,
+    LAYER_MOE,
+    LAYER_ROPE,
+    LAYER_ROWS,
+    LAYER_INDEX_POOL,
+) = _fields(10)
+LAYER_SIZE = 80

@@ -36,17 +36,25 @@ helper: Callable[[Any], Any] = numba.njit(**_HELPER)
 """Decorator of functions that kernels call directly (compiled into each of them)."""
 
 
+def _digest() -> str:
+    """Digest of this package's sources."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+_SOURCES = _digest()  # of the sources as they are imported, should they change on disk later
+
+
 def cache_folder() -> Path:
     """Folder of the compiled code: below NUMBA_CACHE_DIR, else below numba's folder of the user.
 
     Its name holds a digest of this package's sources, because numba itself compares the file of a
     kernel only, not the files that it is built from.
     """
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
     base = config.CACHE_DIR or AppDirs(appname="numba", appauthor=False).user_cache_dir
-    return Path(base) / f"ds4flow-{digest.hexdigest()[:16]}"
+    return Path(base) / f"ds4flow-{_SOURCES}"
 
 
 @contextmanager

@@ -9,12 +9,21 @@ from collections.abc import Callable
 
 from numba import njit, prange
 
-from ds4flow.kernels.cpu.lanes import decode_kernel, get, invoke, product_kernel, put
+from ds4flow.kernels.cpu.lanes import (
+    decode_kernel,
+    get,
+    invoke,
+    product_kernel,
+    put,
+    round_row,
+    rounded_product_kernel,
+)
 from ds4flow.kernels.cpu.layout import (
     CONTEXT_BATCH,
     CONTEXT_JOB,
     CONTEXT_JOB_FIELDS,
     CONTEXT_PRODUCTS_JOB,
+    CONTEXT_ROUNDED,
     CONTEXT_RUNNER,
     CONTEXT_SCRATCH,
     CONTEXT_SCRATCH_STRIDE,
@@ -23,10 +32,12 @@ from ds4flow.kernels.cpu.layout import (
     MATRIX_ADDRESS,
     MATRIX_COLUMNS,
     MATRIX_KERNEL,
+    MATRIX_ROUNDED,
     MATRIX_ROWS,
     MATRIX_STRIDE,
     TASK_COUNT,
     TASK_MATRIX,
+    TASK_ROUNDED,
     TASK_SIZE,
     TASK_X,
     TASK_X_STRIDE,
@@ -207,6 +218,113 @@ PRODUCTS: dict[str, Callable[..., int]] = {
 }
 
 
+# The same for activations rounded to 8 bits: x and its row stride are those of the rounded rows.
+
+
+def rounded_q8_0(
+    w: int,
+    ws: int,
+    k: int,
+    x: int,
+    xs: int,
+    m: int,
+    y: int,
+    ys: int,
+    n0: int,
+    n1: int,
+    r: int,
+    t: int,
+) -> int:
+    """Q8_0 weights, rounded activations."""
+    rounded_product_kernel(8, (w, ws, k, x, xs, m, y, ys, n0, n1, r, t))
+    return 0
+
+
+def rounded_q4_k(
+    w: int,
+    ws: int,
+    k: int,
+    x: int,
+    xs: int,
+    m: int,
+    y: int,
+    ys: int,
+    n0: int,
+    n1: int,
+    r: int,
+    t: int,
+) -> int:
+    """Q4_K weights, rounded activations."""
+    rounded_product_kernel(12, (w, ws, k, x, xs, m, y, ys, n0, n1, r, t))
+    return 0
+
+
+def rounded_q2_k(
+    w: int,
+    ws: int,
+    k: int,
+    x: int,
+    xs: int,
+    m: int,
+    y: int,
+    ys: int,
+    n0: int,
+    n1: int,
+    r: int,
+    t: int,
+) -> int:
+    """Q2_K weights, rounded activations."""
+    rounded_product_kernel(10, (w, ws, k, x, xs, m, y, ys, n0, n1, r, t))
+    return 0
+
+
+def rounded_iq2_xxs(
+    w: int,
+    ws: int,
+    k: int,
+    x: int,
+    xs: int,
+    m: int,
+    y: int,
+    ys: int,
+    n0: int,
+    n1: int,
+    r: int,
+    t: int,
+) -> int:
+    """IQ2_XXS weights, rounded activations."""
+    rounded_product_kernel(16, (w, ws, k, x, xs, m, y, ys, n0, n1, r, t))
+    return 0
+
+
+def rounded_mxfp4(
+    w: int,
+    ws: int,
+    k: int,
+    x: int,
+    xs: int,
+    m: int,
+    y: int,
+    ys: int,
+    n0: int,
+    n1: int,
+    r: int,
+    t: int,
+) -> int:
+    """MXFP4 weights, rounded activations."""
+    rounded_product_kernel(39, (w, ws, k, x, xs, m, y, ys, n0, n1, r, t))
+    return 0
+
+
+ROUNDED_PRODUCTS: dict[str, Callable[..., int]] = {
+    "Q8_0": rounded_q8_0,
+    "Q4_K": rounded_q4_k,
+    "Q2_K": rounded_q2_k,
+    "IQ2_XXS": rounded_iq2_xxs,
+    "MXFP4": rounded_mxfp4,
+}
+
+
 # Every format's look-up of rows: number list, rows, vectors, first row's address, row stride,
 # output, tables.
 
@@ -321,14 +439,17 @@ def _columns(context: int, at: int, first: int, last: int, thread: int) -> None:
     """Output columns `first .. last-1` of one product."""
     matrix = get(at + TASK_MATRIX)
     scratch = get(context + CONTEXT_SCRATCH) + thread * get(context + CONTEXT_SCRATCH_STRIDE)
+    x, x_stride = get(at + TASK_X), get(at + TASK_X_STRIDE)
+    if get(matrix + MATRIX_ROUNDED):
+        x, x_stride = get(at + TASK_ROUNDED), row_bytes(get(matrix + MATRIX_COLUMNS))
     invoke(
         get(matrix + MATRIX_KERNEL),
         (
             get(matrix + MATRIX_ADDRESS),
             get(matrix + MATRIX_STRIDE),
             get(matrix + MATRIX_COLUMNS),
-            get(at + TASK_X),
-            get(at + TASK_X_STRIDE),
+            x,
+            x_stride,
             get(at + TASK_COUNT),
             get(at + TASK_Y),
             get(at + TASK_Y_STRIDE),
@@ -361,12 +482,48 @@ def run(context: int, tasks: int, end: int) -> None:
     invoke(get(context + CONTEXT_BATCH), (context, tasks, end))
 
 
+@helper
+def row_bytes(columns: int) -> int:
+    """Bytes of a row rounded to 8 bits (see `int8`)."""
+    return (2 * columns + columns // 2 + 63) // 64 * 64
+
+
+@helper
+def _same_rows(one: int, other: int) -> bool:
+    """Whether two products of a batch take the same rounded rows."""
+    return (
+        get(get(other + TASK_MATRIX) + MATRIX_ROUNDED) != 0
+        and get(one + TASK_X) == get(other + TASK_X)
+        and get(one + TASK_X_STRIDE) == get(other + TASK_X_STRIDE)
+        and get(one + TASK_COUNT) == get(other + TASK_COUNT)
+        and get(get(one + TASK_MATRIX) + MATRIX_COLUMNS)
+        == get(get(other + TASK_MATRIX) + MATRIX_COLUMNS)
+    )
+
+
+@helper
+def _round_rows(at: int, out: int) -> int:
+    """Round the activations of a product to 8 bits; returns the end of what was written."""
+    columns = get(get(at + TASK_MATRIX) + MATRIX_COLUMNS)
+    for i in range(get(at + TASK_COUNT)):
+        round_row((get(at + TASK_X) + get(at + TASK_X_STRIDE) * i, columns, out))
+        out += row_bytes(columns)
+    return out
+
+
 def batch(context: int, tasks: int, end: int) -> int:
     """Kernel of `run`: on all threads when the work is worth it."""
     total, work = 0, 0
+    rounded = get(context + CONTEXT_ROUNDED)
     at = tasks
     while at < end:
         matrix = get(at + TASK_MATRIX)
+        if get(matrix + MATRIX_ROUNDED):
+            if at > tasks and _same_rows(at, at - TASK_SIZE):
+                put(at + TASK_ROUNDED, get(at - TASK_SIZE + TASK_ROUNDED))
+            else:
+                put(at + TASK_ROUNDED, rounded)
+                rounded = _round_rows(at, rounded)
         columns = get(matrix + MATRIX_ROWS)
         total += columns
         work += columns * get(matrix + MATRIX_COLUMNS) * get(at + TASK_COUNT)

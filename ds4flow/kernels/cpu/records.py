@@ -16,7 +16,7 @@ from ds4flow.errors import UsageError
 from ds4flow.kernels.cpu import layout
 from ds4flow.kernels.cpu.formats import FORMATS
 from ds4flow.kernels.cpu.library import Library
-from ds4flow.kernels.cpu.products import PRODUCTS
+from ds4flow.kernels.cpu.products import PRODUCTS, ROUNDED_PRODUCTS
 from ds4flow.model.config import ModelConfig
 from ds4flow.model.weights import (
     CompressorWeights,
@@ -50,11 +50,15 @@ def put_float(target: np.ndarray, field: int, value: float) -> None:
 
 
 class Records:
-    """Records of the weights of one model, by the identity of the weight object."""
+    """Records of the weights of one model, by the identity of the weight object.
 
-    def __init__(self, config: ModelConfig, library: Library) -> None:
+    `rounded` chooses products with activations rounded to 8 bits where a format has them.
+    """
+
+    def __init__(self, config: ModelConfig, library: Library, *, rounded: bool) -> None:
         self._config = config
         self._library = library
+        self._rounded = rounded
         self._made: dict[tuple[Any, ...], np.ndarray] = {}
         self._kept: list[Any] = []
         self.most_columns = 0
@@ -92,7 +96,9 @@ class Records:
         item = data.element_size()
         step = (data.stride(0) if stacked else data.stride(0) * (rows // parts)) * item
         made = record(layout.MATRIX_SIZE * count)
-        kernel = self._library.address(PRODUCTS[stored.type])
+        rounded = self._rounded and stored.type in ROUNDED_PRODUCTS
+        known = ROUNDED_PRODUCTS if rounded else PRODUCTS
+        kernel = self._library.address(known[stored.type])
         for i in range(count):
             base = layout.MATRIX_SIZE * i
             put(made, base + layout.MATRIX_KERNEL, kernel)
@@ -100,6 +106,7 @@ class Records:
             put(made, base + layout.MATRIX_STRIDE, data.stride(-2) * item)
             put(made, base + layout.MATRIX_ROWS, rows if stacked else rows // parts)
             put(made, base + layout.MATRIX_COLUMNS, columns)
+            put(made, base + layout.MATRIX_ROUNDED, int(rounded))
         self.most_columns = max(self.most_columns, columns)
         return self._once(key, (weight, stored), made)
 
@@ -183,6 +190,25 @@ class Records:
         put(made, layout.INDEXER_Q_B, self.matrix(weights.q_b))
         put(made, layout.INDEXER_PROJ, self.matrix(weights.proj))
         return address(self._once(key, (weights,), made))
+
+    def layer(self, layer: LayerWeights) -> np.ndarray:
+        """Record of a whole layer; rope and cache fields are still 0. A copy for the caller."""
+        key = ("layer", id(layer))
+        made = self._made.get(key)
+        if made is None:
+            made = record(layout.LAYER_SIZE)
+            put(made, layout.LAYER_HC_ATTN, self.hyper(layer.hc_attn, layer.attn_norm))
+            put(made, layout.LAYER_ATTENTION, self.attention(layer))
+            put(made, layout.LAYER_HC_FFN, self.hyper(layer.hc_ffn, layer.ffn_norm))
+            put(made, layout.LAYER_MOE, self.experts(layer))
+            if layer.compressor is not None:
+                put(made, layout.LAYER_COMPRESSOR, self.compressor(layer.compressor))
+            if layer.indexer is not None:
+                put(made, layout.LAYER_INDEXER, self.indexer(layer.indexer))
+                inner = self.compressor(layer.indexer.compressor)
+                put(made, layout.LAYER_INDEX_COMPRESSOR, inner)
+            self._once(key, (layer,), made)
+        return made.copy()
 
     def experts(self, layer: LayerWeights) -> int:
         """Record of the mixture of experts of a layer."""
