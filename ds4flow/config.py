@@ -25,6 +25,9 @@ from ds4flow.overrides import key_of, quoted
 
 CONF = "ds4flow.conf"
 
+_SEARCH_PATH = "hydra.searchpath"
+_CHOOSES_STAGES = re.compile(r"(pipeline|experiment|hydra\.searchpath)\b")
+
 ConfigStore.instance().store(name="schema", node=schema.root_node(), provider="ds4flow")
 
 
@@ -70,7 +73,10 @@ def validate(
 
 def _compose_all(points: Sequence[Sequence[str]], config_dir: str | Path | None) -> DictConfig:
     """Compose every point, to find mistakes; return the first one's config with Hydra's node."""
-    return next(compose(point, config_dir=config_dir, hydra=True) for point in points)
+    first = compose(points[0], config_dir=config_dir, hydra=True)
+    for point in points[1:]:
+        compose(point, config_dir=config_dir)
+    return first
 
 
 @contextmanager
@@ -80,25 +86,24 @@ def _initialized() -> Iterator[None]:
 
 
 def _compose(overrides: Sequence[str], config_dir: str | Path | None) -> DictConfig:
-    return hydra_compose(
-        "config",
-        overrides=[*overrides, *_search_path(overrides, config_dir)],
-        return_hydra_config=True,
-    )
+    words = list(overrides)
+    if config_dir is not None:
+        words = [word for word in words if key_of(word) != _SEARCH_PATH]
+        words.append(_search_path(overrides, config_dir))
+    return hydra_compose("config", overrides=words, return_hydra_config=True)
 
 
-def _search_path(overrides: Sequence[str], config_dir: str | Path | None) -> list[str]:
-    if config_dir is None:
-        return []
+def _search_path(overrides: Sequence[str], config_dir: str | Path) -> str:
+    """`--config-dir` as an override, together with the folders that the user searches already."""
     folder = Path(config_dir).resolve()
     if not folder.is_dir():
         raise UsageError(f"--config-dir {config_dir} is not a folder", "give a folder with YAML")
     paths = [f"file://{folder}"]
     for word in overrides:
-        if key_of(word) == "hydra.searchpath":
+        if key_of(word) == _SEARCH_PATH:
             own = OverridesParser.create().parse_override(word).value()
             paths += [str(path) for path in own] if isinstance(own, list) else [str(own)]
-    return [f"hydra.searchpath=[{','.join(quoted(path) for path in paths)}]"]
+    return f"{_SEARCH_PATH}=[{','.join(quoted(path) for path in paths)}]"
 
 
 def _points(overrides: Sequence[str], *, multirun: bool) -> Iterator[list[str]]:
@@ -131,7 +136,7 @@ def _missing_groups(points: Sequence[Sequence[str]], config_dir: str | Path | No
     """
     names: dict[str, None] = {}
     for point in points:
-        choosing = [w for w in point if re.match(r"(pipeline|experiment)\b", key_of(w))]
+        choosing = [word for word in point if _CHOOSES_STAGES.match(key_of(word))]
         if choosing or config_dir is not None:
             config = _compose(choosing, config_dir)
             named = [name for role in schema.ROLES for name in config.pipeline[role]]

@@ -14,13 +14,15 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from omegaconf import OmegaConf
 
 from ds4flow import rundir
 from ds4flow.cli import main
 
 ROOT = Path(__file__).parent.parent
 CONF = str(ROOT / "tests" / "data" / "conf")
-FAKE = ("--config-dir", CONF, "pipeline=fake", "prompt=hello", "commit.max_tokens=12")
+BARE = ("--config-dir", CONF, "pipeline=fake", "+fakeload=default")
+FAKE = (*BARE, "prompt=hello", "commit.max_tokens=12")
 
 
 @pytest.fixture(autouse=True)
@@ -82,16 +84,8 @@ def test_a_run_leaves_a_complete_directory() -> None:
 
 
 def test_greedy_and_speculative_print_the_same_text() -> None:
-    texts = {
-        ds4flow("run", *FAKE, *words).stdout
-        for words in (
-            ["draft=off"],
-            ["mtp.draft=0"],
-            ["mtp.draft=4"],
-            ["draft=lying", "mtp.draft=3"],
-        )
-    }
-    assert len(texts) == 1
+    greedy = ds4flow("run", *FAKE, "draft=off").stdout
+    assert ds4flow("run", *FAKE, "draft=lying", "mtp.draft=3").stdout == greedy
 
 
 @pytest.mark.parametrize(
@@ -136,16 +130,11 @@ def test_bad_input_fails_with_code_1_and_is_recorded(name: str) -> None:
     ],
 )
 def test_a_prompt_arrives_as_typed(text: str) -> None:
-    for number, words in enumerate(([f"prompt={text}"], ["-p", text]), 1):
-        result = ds4flow("run", "--config-dir", CONF, "pipeline=fake", "-n", "1", *words)
-        assert result.exit_code == 0
-        assert Path(f"runs/demo/{number:04d}/prompt.txt").read_bytes() == text.encode()
-    saved = subprocess.run(
-        [sys.executable, "-c", "import omegaconf as o; print(end=o.OmegaConf.load("
-         "'runs/demo/0001/.hydra/config.yaml').prompt)"],
-        capture_output=True, check=True, env={**os.environ, "PYTHONUTF8": "1"},
-    )  # fmt: skip
-    assert saved.stdout.decode() == text
+    words = ["-p", text] if len(text) % 2 else [f"prompt={text}"]
+    result = ds4flow("run", *BARE, "-n", "1", *words)
+    assert result.exit_code == 0
+    assert Path("runs/demo/0001/prompt.txt").read_bytes() == text.encode()
+    assert OmegaConf.load("runs/demo/0001/.hydra/config.yaml").prompt == text
 
 
 def test_flags_set_keys_and_say_so() -> None:
@@ -169,15 +158,15 @@ def shown(*arguments: str) -> str:
 
 
 def test_the_two_meanings_of_m() -> None:
-    assert "path: main.gguf" in shown("--package", "model", "-m", "main.gguf")
-    assert "profile: official" in shown("--package", "model", "-m", "main.gguf")
-    assert "name: flash-q2" in shown("--package", "model", "-m", "x.gguf", "model=flash-q2")
+    model = shown("--package", "model", "-m", "main.gguf")
+    assert "path: main.gguf" in model
+    assert "profile: official" in model
     result = ds4flow("run", *FAKE, "-m", "mtp.draft=0,2")
     assert result.exit_code == 0
     values = [facts(f"runs/demo/0001/{job}")["config"]["mtp.draft"]["value"] for job in (0, 1)]
     assert values == [0, 2]
-    assert ds4flow("run", *FAKE, "mtp.draft=0,2", "-m").exit_code == 0
-    assert sorted(p.name for p in Path("runs/demo/0002").iterdir()) == ["0", "1", "multirun.yaml"]
+    alone = ds4flow("run", *FAKE, "mtp.draft=0,abc", "-m")
+    assert error_lines(alone)[0] == "error: mtp.draft=abc is not an integer"
 
 
 @pytest.mark.parametrize("in_file", [False, True])
@@ -191,14 +180,10 @@ def test_precedence(
     typed: bool,
 ) -> None:
     """File, then command line, then environment; what lost is on record, and announced if typed."""
-    for source in (Path(CONF) / "pipeline", Path(CONF) / "fakeload"):
-        (tmp_path / "conf" / source.name).mkdir(parents=True)
-        for file in source.iterdir():
-            (tmp_path / "conf" / source.name / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "conf" / "experiment").mkdir()
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
     preset = tmp_path / "conf" / "experiment" / "mine.yaml"
     preset.write_text("# @package _global_\nmtp: {draft: 3}\n")
-    words = ["--config-dir", "conf", "pipeline=fake", "-n", "2"]
+    words = ["--config-dir", "conf", f"hydra.searchpath=[file://{CONF}]", *BARE[2:], "-n", "2"]
     words += ["experiment=mine"] if in_file else []
     words += ["mtp.draft=5"] if typed else []
     if in_environment:
@@ -222,7 +207,6 @@ def test_a_variable_may_not_override_a_sweep(monkeypatch: pytest.MonkeyPatch) ->
     result = ds4flow("run", *FAKE, "--multirun", "mtp.draft=0,2")
     assert result.exit_code == 2
     assert "would override the sweep" in error_lines(result)[0]
-    assert ds4flow("run", *FAKE, "--multirun", "mtp.margin=0.5,1.0").exit_code == 0
 
 
 def test_a_variable_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,10 +217,10 @@ def test_a_variable_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_failed_job_of_a_sweep_stops_no_other() -> None:
-    result = ds4flow("run", *FAKE, "--multirun", "prompt=choice(x,'',y)")
+    result = ds4flow("run", *FAKE, "--multirun", "prompt=choice('',y)")
     assert result.exit_code == 1
-    states = [facts(f"runs/demo/0001/{job}")["status"] for job in range(3)]
-    assert states == ["complete", "failed", "complete"]
+    states = [facts(f"runs/demo/0001/{job}")["status"] for job in range(2)]
+    assert states == ["failed", "complete"]
     assert "the prompt is empty" in result.stderr
     assert "Traceback" not in result.stderr
 
@@ -247,8 +231,6 @@ def test_the_run_directory_can_be_named() -> None:
     result = ds4flow("run", *FAKE, "hydra.run.dir=my runs/a b")
     assert result.exit_code == 2
     assert "exists and is not empty" in error_lines(result)[0]
-    assert ds4flow("run", *FAKE, "hydra.run.dir=other/NNNN", "name=x").exit_code == 0
-    assert facts("other/0001")["status"] == "complete"
 
 
 def test_showing_the_config_runs_nothing() -> None:
