@@ -15,7 +15,7 @@ from omegaconf import MISSING, OmegaConf
 
 PROFILES = ("official", "plain")
 CHATS = ("auto", "raw", "nothink", "think", "think-max")
-KERNELS = ("auto", "reference", "cpu")
+KERNELS = ("auto", "reference", "cpu", "cpu-int8")
 
 ROLES = ("setup", "cycle", "observe")
 """The lists of stages in the group `pipeline`."""
