@@ -15,7 +15,6 @@ from ds4flow.kernels.cpu.library import library
 from ds4flow.kernels.interface import LayerRows
 from ds4flow.kernels.reference import ReferenceKernels
 from ds4flow.model.trunk import Model
-from ds4flow.quants import QTensor
 
 START = 250
 M = 7
@@ -256,12 +255,3 @@ def test_ties_of_the_indexer_go_to_the_smaller_block(model, compiled, filled):
         assert len(choice) == model.config.top_k
         equal = [block for block in choice.tolist() if block != 40]
         assert equal == list(range(len(equal)))
-
-
-def test_thread_counts_give_the_same_bits(model, compiled):
-    """Work large enough to be distributed, on one thread and on two."""
-    two = CpuKernels(model.config, model.profile, threads=2)
-    big = QTensor("big", "F32", (1031, 512), noise(1031, 512))
-    for m in (1, 3, 8):
-        x = noise(m, 512, seed=m)
-        assert torch.equal(two.linear(x, big), compiled.linear(x, big))

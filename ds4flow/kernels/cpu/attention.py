@@ -199,8 +199,8 @@ def compress(
 # --- indexer --------------------------------------------------------------------------------------
 
 
-def index_job(context: int, thread: int, threads: int) -> int:
-    """Job kernel: one thread's part of the index scores of one row."""
+def index_job(context: int, share: int, shares: int, thread: int) -> int:
+    """Job kernel: one share of the index scores of one row."""
     fields = context + CONTEXT_JOB_FIELDS
     q, gains, keys, out = get(fields), get(fields + 8), get(fields + 16), get(fields + 24)
     visible = get(fields + 32)
@@ -208,7 +208,7 @@ def index_job(context: int, thread: int, threads: int) -> int:
     scratch = get(context + CONTEXT_SCRATCH) + thread * get(context + CONTEXT_SCRATCH_STRIDE)
     list_ = scratch + 4 * KEYS_TOGETHER * heads
     blocks = (visible + KEYS_TOGETHER - 1) // KEYS_TOGETHER
-    for block in range(blocks * thread // threads, blocks * (thread + 1) // threads):
+    for block in range(blocks * share // shares, blocks * (share + 1) // shares):
         first = block * KEYS_TOGETHER
         count = min(KEYS_TOGETHER, visible - first)
         for i in range(count):
@@ -351,8 +351,8 @@ def _softmax(row: int, count: int, scale: np.float32, sink: np.float32) -> np.fl
     return total(sum_) + largest(exp(spread(sink) - peak))
 
 
-def attend_job(context: int, thread: int, threads: int) -> int:
-    """Job kernel: one thread's share of the (row, group of heads) pairs."""
+def attend_job(context: int, share: int, shares: int, thread: int) -> int:
+    """Job kernel: one share of the (row, group of heads) pairs."""
     fields = context + CONTEXT_JOB_FIELDS
     q, out, sinks, table = get(fields), get(fields + 8), get(fields + 16), get(fields + 24)
     m, start, rope = get(fields + 32), get(fields + 40), get(fields + 48)
@@ -361,7 +361,7 @@ def attend_job(context: int, thread: int, threads: int) -> int:
     scratch = get(context + CONTEXT_SCRATCH) + thread * get(context + CONTEXT_SCRATCH_STRIDE)
     scale = ONE / np.float32(np.sqrt(np.float64(width)))
     groups = (heads + HEADS_TOGETHER - 1) // HEADS_TOGETHER
-    for unit in range(m * groups * thread // threads, m * groups * (thread + 1) // threads):
+    for unit in range(m * groups * share // shares, m * groups * (share + 1) // shares):
         i, first = unit // groups, unit % groups * HEADS_TOGETHER
         together = min(HEADS_TOGETHER, heads - first)
         list_, count = get(table + 16 * i), get(table + 16 * i + 8)

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 
 from ds4flow.errors import NOT_FINITE, NumericsError, UsageError, near_match
-from ds4flow.kernels.cpu import attention, experts, hyper, layout, products, rows, stack
+from ds4flow.kernels.cpu import attention, experts, hyper, layout, products, rows, stack, threads
 from ds4flow.kernels.cpu.formats import FORMATS, lookup_tables
 from ds4flow.kernels.cpu.library import cache_folder, library, log
-from ds4flow.kernels.cpu.library import config as numba_config
 from ds4flow.kernels.cpu.records import Records, address, put, put_float, record
+from ds4flow.kernels.cpu.threads import pool
 from ds4flow.kernels.interface import CompressedRows, LayerRows
 from ds4flow.model.config import ModelConfig
 from ds4flow.model.profile import Profile
@@ -102,9 +101,10 @@ class CpuKernels:
         self._arena = np.empty(0, dtype=np.uint8)
         self._scratch = np.empty(0, dtype=np.uint8)
         self._rounded = np.empty(0, dtype=np.uint8)
+        self._pool = pool(self.threads) if self.threads > 1 else None
         self._context = self._make_context()
         self._at = address(self._context)
-        self._enter: Any = library.enter()
+        self._call: Any = library.enter()
 
     def _make_context(self) -> np.ndarray:
         config, made = self.config, record(layout.CONTEXT_SIZE)
@@ -146,12 +146,16 @@ class CpuKernels:
         put_float(made, layout.CONTEXT_EPS, config.eps)
         put_float(made, layout.CONTEXT_EPS_HC, config.eps_hc)
         put_float(made, layout.CONTEXT_EXPERT_SCALE, config.expert_scale)
-        if self.threads > 1:
-            # also makes numba start its threads, which cached parallel code needs before it is
-            # loaded
-            numba.set_num_threads(min(self.threads, numba_config.NUMBA_NUM_THREADS))
-            put(made, layout.CONTEXT_RUNNER, library.address(products.runner))
+        if self._pool is not None:
+            put(made, layout.CONTEXT_CONTROL, self._pool.address)
+            put(made, layout.CONTEXT_RUNNER, library.address(threads.runner))
         return made
+
+    def _enter(self, *arguments: int) -> int:
+        """Call a kernel by its address with nine arguments."""
+        if self._pool is not None:
+            self._pool.wake()
+        return int(self._call(*arguments))
 
     def prepare(self, weights: Sequence[QTensor]) -> None:
         """Compile what these weights need (kept on disk) and make their records."""
@@ -237,7 +241,7 @@ class CpuKernels:
             self._rows.clear()
             self._stacks.clear()
 
-    def _pool(self, compressed: CompressedRows) -> int:
+    def _compressed(self, compressed: CompressedRows) -> int:
         """Address of the record of a compressor's buffers."""
         values, pool = compressed.values, compressed.pool
         width = pool.shape[-1]
@@ -269,7 +273,7 @@ class CpuKernels:
     def _cache_rows(self, rows: LayerRows) -> int:
         """Address of the record of a layer's cache rows."""
         window = rows.window
-        pool = 0 if rows.compressed is None else self._pool(rows.compressed)
+        pool = 0 if rows.compressed is None else self._compressed(rows.compressed)
         key = (window.data_ptr(), window.shape[0], pool)
         made = self._rows.get(key)
         if made is None:
@@ -461,7 +465,7 @@ class CpuKernels:
             library.address(attention.compress),
             self._at,
             made,
-            self._pool(rows),
+            self._compressed(rows),
             x.data_ptr(),
             m,
             start,
@@ -493,7 +497,7 @@ class CpuKernels:
             library.address(attention.index_topk),
             self._at,
             made,
-            self._pool(rows),
+            self._compressed(rows),
             x.data_ptr(),
             low_rank.data_ptr(),
             m,
@@ -648,7 +652,7 @@ class CpuKernels:
         key: list[int] = []
         for layer, rows_, rope in stacked:
             key += (id(layer), self._rope(rope, last), self._cache_rows(rows_))
-            key.append(0 if rows_.index is None else self._pool(rows_.index))
+            key.append(0 if rows_.index is None else self._compressed(rows_.index))
         made = self._stacks.get(tuple(key))
         if made is None:
             parts = []

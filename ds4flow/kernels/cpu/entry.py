@@ -10,3 +10,8 @@ def enter(
 ) -> int:
     """Call a kernel of nine int64 arguments by its address."""
     return invoke(kernel, (a, b, c, d, e, f, g, h, i))
+
+
+def serve(kernel: int, control: int, thread: int, patience: int) -> int:
+    """Run a worker's loop (compiled so that other Python threads go on meanwhile)."""
+    return invoke(kernel, (control, thread, patience))

@@ -144,6 +144,54 @@ def copy(b: Any, out: Any, source: Any, size: Any) -> None:
     emit.call(b, "llvm.memcpy.p0.p0.i64", ir.VoidType(), arguments)
 
 
+@_intrinsic(INT, INT)
+def atomic_get(b: Any, address: Any) -> Any:
+    """The int64 at an aligned address, before anything that follows is read."""
+    pointer = b.inttoptr(address, emit.I64.as_pointer())
+    return b.load_atomic(pointer, ordering="acquire", align=8)
+
+
+@_intrinsic(types.void, INT, INT)
+def atomic_put(b: Any, address: Any, value: Any) -> None:
+    """Write an int64 to an aligned address, after all that was written before."""
+    pointer = b.inttoptr(address, emit.I64.as_pointer())
+    b.store_atomic(value, pointer, ordering="release", align=8)
+
+
+@_intrinsic(INT, INT, INT)
+def atomic_add(b: Any, address: Any, value: Any) -> Any:
+    """Add to an int64 at an aligned address; returns what was there."""
+    pointer = b.inttoptr(address, emit.I64.as_pointer())
+    return b.atomic_rmw("add", pointer, value, "acq_rel")
+
+
+@_any(intrinsic)
+def pause(typing_context: Any) -> Any:
+    """Tell the CPU that this is a waiting loop."""
+
+    def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        triple = context.codegen().magic_tuple()[0]
+        if triple.startswith(("x86_64", "i686")):
+            emit.call(builder, "llvm.x86.sse2.pause", ir.VoidType(), ())
+        elif triple.startswith(("aarch64", "arm64")):
+            emit.call(builder, "llvm.aarch64.hint", ir.VoidType(), (emit.I32(1),))
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@_any(intrinsic)
+def give_way(typing_context: Any) -> Any:
+    """Let the system run another thread (where the C library has sched_yield)."""
+
+    def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        if "windows" not in context.codegen().magic_tuple()[0]:
+            emit.call(builder, "sched_yield", emit.I32, ())
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
 # --- arithmetic -----------------------------------------------------------------------------------
 
 

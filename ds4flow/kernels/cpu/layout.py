@@ -48,7 +48,7 @@ TASK_SIZE = 56
     CONTEXT_SCRATCH_STRIDE,
     CONTEXT_ARENA,
     CONTEXT_ROUNDED,
-    CONTEXT_JOB,
+    CONTEXT_CONTROL,
     CONTEXT_DIM,
     CONTEXT_HEADS,
     CONTEXT_HEAD_DIM,
@@ -72,6 +72,11 @@ TASK_SIZE = 56
     CONTEXT_JOB_FIELDS,  # room for the arguments of a parallel job
 ) = _fields(42)
 CONTEXT_SIZE = CONTEXT_JOB_FIELDS + 8 * 16
+
+# the thread pool, its parts on cache lines of their own: the word that shares are taken from
+# (epoch, number of shares, next share), shares done, times that a worker fell asleep, the job
+# (kernel, context), and from there on one flag per worker, 1 when it sleeps
+CONTROL_WORD, CONTROL_DONE, CONTROL_PARKED, CONTROL_JOB, CONTROL_SLEEPS = range(0, 5 * 64, 64)
 
 # hyper-connection: matrix, 24 (or 4, padded to 16) scales and bases, norm weight
 HYPER_MATRIX, HYPER_SCALE, HYPER_BASE, HYPER_NORM = _fields(4)

@@ -83,7 +83,7 @@ class Library:
         self.compiled = 0
         self.loaded = 0
         self.seconds = 0.0
-        self._entries: list[Any] = []
+        self._entries: dict[str, Any] = {}
 
     def address(self, function: Callable[..., int]) -> int:
         """Address of the machine code of a kernel (int64 arguments, int64 result)."""
@@ -113,14 +113,22 @@ class Library:
         return made
 
     def enter(self) -> Any:
-        """The one function that Python calls: kernel address and nine int64 arguments."""
-        if not self._entries:
-            with _numba_cache() as cached:
-                from ds4flow.kernels.cpu.entry import enter
+        """The function that Python calls: kernel address and nine int64 arguments."""
+        return self._entry("enter", 10)
 
-                kind = types.int64(*[types.int64] * 10)
-                self._entries.append(numba.njit(kind, cache=cached, error_model="numpy")(enter))
-        return self._entries[0]
+    def serve(self) -> Any:
+        """The function of a worker thread (see `entry.serve`)."""
+        return self._entry("serve", 4)
+
+    def _entry(self, name: str, arity: int) -> Any:
+        if name not in self._entries:
+            with _numba_cache() as cached:
+                from ds4flow.kernels.cpu import entry
+
+                kind = types.int64(*[types.int64] * arity)
+                make = numba.njit(kind, cache=cached, error_model="numpy", nogil=name == "serve")
+                self._entries[name] = make(getattr(entry, name))
+        return self._entries[name]
 
 
 library = Library()

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from numba import njit, prange
-
 from ds4flow.kernels.cpu.lanes import (
     decode_kernel,
     get,
@@ -20,7 +18,6 @@ from ds4flow.kernels.cpu.lanes import (
 )
 from ds4flow.kernels.cpu.layout import (
     CONTEXT_BATCH,
-    CONTEXT_JOB,
     CONTEXT_JOB_FIELDS,
     CONTEXT_PRODUCTS_JOB,
     CONTEXT_ROUNDED,
@@ -462,21 +459,6 @@ def _columns(context: int, at: int, first: int, last: int, thread: int) -> None:
 
 
 @helper
-def _share(context: int, tasks: int, end: int, total: int, thread: int, threads: int) -> None:
-    """The columns of a batch (all products' columns in a row) that belong to one thread."""
-    first, last = total * thread // threads, total * (thread + 1) // threads
-    start = 0
-    at = tasks
-    while at < end:
-        columns = get(get(at + TASK_MATRIX) + MATRIX_ROWS)
-        low, high = max(first - start, 0), min(last - start, columns)
-        if low < high:
-            _columns(context, at, low, high, thread)
-        start += columns
-        at += TASK_SIZE
-
-
-@helper
 def run(context: int, tasks: int, end: int) -> None:
     """Compute a batch of products that do not depend on each other."""
     invoke(get(context + CONTEXT_BATCH), (context, tasks, end))
@@ -537,32 +519,28 @@ def batch(context: int, tasks: int, end: int) -> int:
 
 @helper
 def job(context: int, kernel: int, work: int) -> None:
-    """Run a job kernel (context, thread, threads) on all threads, or here if work is small."""
+    """Run a job kernel (context, share, shares, thread) on all threads, or here if it is small."""
     if get(context + CONTEXT_THREADS) == 1 or work < PARALLEL_WORK:
-        invoke(kernel, (context, 0, 1))
+        invoke(kernel, (context, 0, 1, 0))
     else:
-        put(context + CONTEXT_JOB, kernel)
-        invoke(get(context + CONTEXT_RUNNER), (context, get(context + CONTEXT_THREADS)))
+        invoke(get(context + CONTEXT_RUNNER), (context, kernel))
 
 
-def products_job(context: int, thread: int, threads: int) -> int:
-    """Job kernel: one thread's share of a batch."""
+def products_job(context: int, share: int, shares: int, thread: int) -> int:
+    """Job kernel: one share of the columns of a batch (all products' columns in a row)."""
     tasks = get(context + CONTEXT_JOB_FIELDS)
     end = get(context + CONTEXT_JOB_FIELDS + 8)
     total = get(context + CONTEXT_JOB_FIELDS + 16)
-    _share(context, tasks, end, total, thread, threads)
-    return 0
-
-
-@njit(parallel=True, error_model="numpy")
-def _all_threads(context: int, kernel: int, threads: int) -> None:
-    for thread in prange(threads):
-        invoke(kernel, (context, thread, threads))
-
-
-def runner(context: int, threads: int) -> int:
-    """Run the context's job on `threads` threads."""
-    _all_threads(context, get(context + CONTEXT_JOB), threads)
+    first, last = total * share // shares, total * (share + 1) // shares
+    start = 0
+    at = tasks
+    while at < end:
+        columns = get(get(at + TASK_MATRIX) + MATRIX_ROWS)
+        low, high = max(first - start, 0), min(last - start, columns)
+        if low < high:
+            _columns(context, at, low, high, thread)
+        start += columns
+        at += TASK_SIZE
     return 0
 
 
