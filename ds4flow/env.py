@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ds4flow.errors import UsageError, near_match
+from ds4flow.quoting import quoted
 from ds4flow.schema import KEYS
 
 VARIABLES: Mapping[str, str] = {
@@ -24,6 +25,7 @@ VARIABLES: Mapping[str, str] = {
     "DS4_MTP_SPEC_LOG": "mtp.spec_log",
     "DS4_MTP_CONF_LOG": "mtp.conf_log",
     "DS4_NO_GPU": "runtime.no_gpu",
+    "DS4_GGUF_DIR": "download.folder",
 }
 
 _BOOLEANS = dict.fromkeys(("1", "true", "yes", "on"), "true") | dict.fromkeys(
@@ -64,6 +66,8 @@ def _spelled(name: str, key: str, text: str) -> str:
     kind, words = KEYS[key].type, KEYS[key].limits.words
     if text in words:
         return text
+    if kind is str:
+        return quoted(text)
     try:
         if kind is bool:
             return _BOOLEANS[text.lower()]

@@ -11,7 +11,10 @@ from typing import NamedTuple
 
 from ds4flow.env import Variable
 from ds4flow.errors import UsageError
+from ds4flow.quoting import quoted
 from ds4flow.schema import KEYS
+
+__all__ = ["PROVENANCE", "Flag", "Overrides", "assemble", "key_of", "literal", "quoted"]
 
 PROVENANCE = "provenance"
 """The config key under which sources travel to the run, also into other processes."""
@@ -32,17 +35,6 @@ class Overrides(NamedTuple):
 
     words: list[str]
     notices: list[str]
-
-
-def quoted(text: str) -> str:
-    """`text` as a quoted value of Hydra's grammar that arrives unchanged.
-
-    Backslashes matter there only before a quote, and before `${`, which would be interpolated.
-    """
-    text = re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + "\\${", text)
-    text = re.sub(r"(\\*)'", lambda m: m[1] * 2 + "\\'", text)
-    ending = len(text) - len(text.rstrip("\\"))
-    return f"'{text}{chr(92) * ending}'"
 
 
 def literal(word: str, *, multirun: bool = False) -> str:

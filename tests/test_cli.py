@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from ds4flow import rundir
 from ds4flow.cli import main
+from ds4flow.overrides import literal
 
 ROOT = Path(__file__).parent.parent
 CONF = str(ROOT / "tests" / "data" / "conf")
@@ -169,36 +170,51 @@ def test_the_two_meanings_of_m() -> None:
     assert error_lines(alone)[0] == "error: mtp.draft=abc is not an integer"
 
 
+LAYERS = {
+    "mtp.draft": ("DS4_MTP_DRAFT", {"default": 1, "file": 3, "cli": 5, "env": 7}),
+    "download.folder": (
+        "DS4_GGUF_DIR",
+        {"default": "gguf", "file": "of a file", "cli": "it's, typed", "env": "/of ${nobody}"},
+    ),
+}
+
+
+@pytest.mark.parametrize("key", list(LAYERS))
 @pytest.mark.parametrize("in_file", [False, True])
 @pytest.mark.parametrize("in_environment", [False, True])
 @pytest.mark.parametrize("typed", [False, True])
 def test_precedence(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    key: str,
     in_file: bool,
     in_environment: bool,
     typed: bool,
 ) -> None:
     """File, then command line, then environment; what lost is on record, and announced if typed."""
+    variable, values = LAYERS[key]
+    group, leaf = key.split(".")
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
     preset = tmp_path / "conf" / "experiment" / "mine.yaml"
-    preset.write_text("# @package _global_\nmtp: {draft: 3}\n")
+    preset.write_text(f"# @package _global_\n{group}: {{{leaf}: {values['file']}}}\n")
     words = ["--config-dir", "conf", f"hydra.searchpath=[file://{CONF}]", *BARE[2:], "-n", "2"]
     words += ["experiment=mine"] if in_file else []
-    words += ["mtp.draft=5"] if typed else []
+    words += [f"{key}={values['cli']}"] if typed else []
     if in_environment:
-        monkeypatch.setenv("DS4_MTP_DRAFT", "7")
+        monkeypatch.setenv(variable, str(values["env"]))
     result = ds4flow("run", *words)
     assert result.exit_code == 0
-    source = "default"
-    source = "preset mine" if in_file else source
-    source = "cli" if typed else source
-    source = "env DS4_MTP_DRAFT" if in_environment else source
-    if in_environment and typed:
-        source += " over mtp.draft=5"
-    value = 7 if in_environment else 5 if typed else 3 if in_file else 1
-    assert facts()["config"]["mtp.draft"] == {"value": value, "source": source}
-    announced = result.stderr.count("DS4_MTP_DRAFT=7 overrides mtp.draft=5")
+    winner, source = "default", "default"
+    if in_file:
+        winner, source = "file", "preset mine"
+    if typed:
+        winner, source = "cli", "cli"
+    loser = literal(f"{key}={values['cli']}")
+    if in_environment:
+        winner, source = "env", f"env {variable}" + (f" over {loser}" if typed else "")
+    assert facts()["config"][key] == {"value": values[winner], "source": source}
+    spelled = literal(f"{key}={values['env']}").partition("=")[2]
+    announced = result.stderr.count(f"{variable}={spelled} overrides {loser}")
     assert announced == (in_environment and typed)
 
 

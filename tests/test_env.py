@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ds4flow import env
+from ds4flow.config import compose
 from ds4flow.errors import UsageError
+from ds4flow.overrides import assemble
 from ds4flow.schema import KEYS
 
 
@@ -55,3 +57,18 @@ def test_an_unknown_mtp_variable_is_an_error_with_a_near_match() -> None:
 
 def test_other_programs_variables_are_left_alone() -> None:
     assert env.read({"DS4_METAL_SOMETHING": "1", "HOME": "/"}) == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["/models", "my models/a, b", "it's", "${HOME}/x", "C:\\gguf\\", "null", "[a]", "{b: c}"],
+)
+def test_a_folder_is_a_text_that_arrives_unchanged(text: str) -> None:
+    (variable,) = env.read({"DS4_GGUF_DIR": text})
+    assert variable.key == "download.folder"
+    words, _ = assemble([], [], [variable])
+    assert compose(words).download.folder == text
+
+
+def test_an_empty_folder_is_unset() -> None:
+    assert env.read({"DS4_GGUF_DIR": " "}) == ()

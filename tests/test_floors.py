@@ -17,7 +17,17 @@ FLOORS = (
     {"speculate", "sampling", "depth", "cache", "graph"},
     {"pipeline"},
     {"stages"},
-    {"schema", "checks", "env", "overrides", "explain", "config", "provenance", "wiring"},
+    {
+        "schema",
+        "checks",
+        "env",
+        "overrides",
+        "quoting",
+        "explain",
+        "config",
+        "provenance",
+        "wiring",
+    },
     {"cli", "completion", "execute", "__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}

@@ -1,0 +1,16 @@
+"""Texts as quoted values of Hydra's override grammar: what is quoted here arrives unchanged."""
+
+from __future__ import annotations
+
+import re
+
+
+def quoted(text: str) -> str:
+    """`text` as a quoted value of Hydra's grammar that arrives unchanged.
+
+    Backslashes matter there only before a quote, and before `${`, which would be interpolated.
+    """
+    text = re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + "\\${", text)
+    text = re.sub(r"(\\*)'", lambda m: m[1] * 2 + "\\'", text)
+    ending = len(text) - len(text.rstrip("\\"))
+    return f"'{text}{chr(92) * ending}'"
