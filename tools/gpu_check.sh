@@ -25,8 +25,8 @@ step() { # step NAME SECONDS COMMAND...: its output goes to the screen and to OU
 step machine 20 "$python" tools/gpu_check.py machine
 step kernels 150 "$python" -m pytest -q -p no:cacheprovider -m "not slow" --durations=5 \
     tests/kernels/triton_values.py
-step parity 120 "$python" tools/gpu_check.py parity
-step speed 170 "$python" tools/gpu_check.py speed --contexts 1024 32768
-step profile 60 "$python" tools/gpu_check.py profile --layers 6
+step parity 140 "$python" tools/gpu_check.py parity
+step speed 120 "$python" tools/gpu_check.py speed --contexts 1024 32768
+step profile 50 "$python" tools/gpu_check.py profile --layers 6
 echo "== done; results in $out; failed: $failed"
 exit "$failed"

@@ -65,12 +65,18 @@ class Compiler:
         if self.wanted and self.wanted.get(name, 0) <= 0:
             return
         signature, attrs = {}, {}
+        assert (
+            "M" not in kernel.arg_names
+            or kernel.params[kernel.arg_names.index("M")].do_not_specialize
+        ), f"{name} would be compiled for each number of rows"
         for i, (key, value) in enumerate(zip(kernel.arg_names, args, strict=False)):
             if isinstance(value, torch.Tensor):
                 signature[key] = TYPES[value.dtype]
                 attrs[(i,)] = [["tt.divisibility", 16]]
             elif isinstance(value, float):
                 signature[key] = "fp32"
+            elif kernel.params[i].do_not_specialize:
+                signature[key] = "i32"
             elif value == 1:
                 signature[key], constants = "constexpr", {**constants, key: 1}
             else:

@@ -30,7 +30,7 @@ def compress_write(values, scores, ape, ring_values, ring_scores, position, SLOT
     tl.store(ring_scores + slot, score, mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def pool_blocks(ring_values, ring_scores, rows, position, M, SLOTS, RATIO: tl.constexpr,
                 WIDTH: tl.constexpr, OVERLAP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Softmax pooling per channel of the blocks this pass completes: `rows [blocks, WIDTH]`.

@@ -1,6 +1,7 @@
 """Triton: matrix products, dense and over chosen experts, and the embedding look-up.
 
-Promise: launch shapes follow the weights only; rows never share a sum.
+Promise: launch shapes follow the weights only, rows never share a sum, and a kernel is never
+compiled for a particular number of rows: a specialised M = 1 could sum in another order than M = 3.
 """
 
 # Triton reads annotations itself: arguments without one are pointers or scalars of the launch.
@@ -14,7 +15,7 @@ import triton.language as tl
 from ds4flow.kernels.gpu.tiles import accumulate
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def linear(x, codes, scales, factors, grid, y, M, x_stride, N: tl.constexpr, K: tl.constexpr,
            UNITS: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr, TYPE: tl.constexpr,
            DOT: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
@@ -81,7 +82,7 @@ def _store_slots(y, value, ids, m, ok, expert, n, n_ok, N: tl.constexpr, USED: t
         tl.store(y + place[:, None] + n[None, :], value, mask=hit[:, None] & n_ok[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def experts_in(x, ids, g_codes, g_scales, g_factors, u_codes, u_scales, u_factors, grid, h, M,
                clamp, N: tl.constexpr, K: tl.constexpr, UNITS: tl.constexpr, USED: tl.constexpr,
                PAIRS: tl.constexpr, GATE: tl.constexpr, UP: tl.constexpr, DOT: tl.constexpr,
@@ -136,7 +137,7 @@ def swiglu(g, u, h, COUNT, clamp, BLOCK: tl.constexpr):
     tl.store(h + i, value, mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def experts_out(h, ids, codes, scales, factors, grid, parts, M, N: tl.constexpr, K: tl.constexpr,
                 UNITS: tl.constexpr, USED: tl.constexpr, PAIRS: tl.constexpr, TYPE: tl.constexpr,
                 DOT: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip

@@ -159,7 +159,7 @@ def kv_rows(rows, weight, cos, sin, position, window, SLOTS, eps, WIDTH: tl.cons
     tl.store(window + (at % SLOTS) * WIDTH + c, own, mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def pooled_rows(rows, weight, cos, sin, position, pool, M, eps, RATIO: tl.constexpr,
                 WIDTH: tl.constexpr, ROPE: tl.constexpr, BLOCKS: tl.constexpr, ROUND: tl.constexpr,
                 NORM: tl.constexpr):  # fmt: skip
@@ -200,7 +200,7 @@ def index_queries(q, cos, sin, position, HEADS: tl.constexpr, WIDTH: tl.constexp
     tl.store(head + c, turned)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def index_rows(rows, weight, cos, sin, position, pool, M, eps, RATIO: tl.constexpr,
                WIDTH: tl.constexpr, ROPE: tl.constexpr, STAGES: tl.constexpr, FACTOR: tl.constexpr,
                ROUND: tl.constexpr):  # fmt: skip
