@@ -14,7 +14,8 @@ COST_MEMORY = 0.1  # least weight of a new cost in its running mean
 ACCEPT_MEMORY = 1 / 64  # the same for acceptance: single outcomes say little
 AUTO_DEPTH_MAX = 8  # deepest drafts that mtp.draft=auto tries
 MIN_SAMPLES = 4  # looks at a draft position or a width before a decision may rest on it
-PROBE_FIRST = 16  # cycles between probes one deeper; doubles while they change nothing
+WARMING = 2  # cycles whose costs are not counted
+PROBE_FIRST = 16  # cycles between probes of a neighbour; doubles while they change nothing
 PROBE_LAST = 256
 
 
@@ -56,6 +57,9 @@ class DepthPolicy:
     best: int = 0
     idle: int = 0  # cycles since the last probe
     probe_after: int = PROBE_FIRST
+    probes: int = 0
+    probing: bool = False
+    warming: int = WARMING
 
     def __post_init__(self) -> None:
         # Optimistic until measured: an untried position is worth trying.
@@ -69,9 +73,26 @@ class DepthPolicy:
         """
         for place in range(min(accepted + 1, drafted)):
             self.accept[place].add(1.0 if place < accepted else 0.0)
-        self.verify.setdefault(drafted + 1, Mean()).add(verify_s)
+        if self.warming:  # caches and memory are cold: these costs will not come again
+            self.warming -= 1
+            return
+        width = drafted + 1
+        mean = self.verify.setdefault(width, Mean())
+        before, settled = mean.value, mean.count >= MIN_SAMPLES and not self.probing
+        mean.add(verify_s)
+        if settled and before:
+            self._drift(width, mean.value / before)
         if steps:
             self.step.add(draft_s / steps)
+
+    def _drift(self, width: int, factor: float) -> None:
+        """A machine gets faster or slower as a whole: the widths not in use follow the one in use.
+
+        Else a cost measured in a slow moment would rule a depth out, or in, for good.
+        """
+        for other, mean in self.verify.items():
+            if other != width:
+                mean.value *= factor
 
     def cost(self, depth: int) -> float:
         """Expected seconds of a cycle with `depth` drafts; widths not yet seen are interpolated."""
@@ -115,10 +136,13 @@ class DepthPolicy:
         if best != self.best:
             self.best, self.idle, self.probe_after = best, 0, PROBE_FIRST
         self.idle += 1
-        if best < limit and self.idle >= self.probe_after:
+        self.probing = self.idle >= self.probe_after
+        if self.probing:
             # What is not tried is not measured: without this, one bad stretch would last forever.
             self.idle, self.probe_after = 0, min(2 * self.probe_after, PROBE_LAST)
-            return Decision(best + 1, "probe", self.rate(best + 1))
+            self.probes += 1
+            probe = best + 1 if best == 0 or (self.probes % 2 and best < limit) else best - 1
+            return Decision(min(probe, limit), "probe", self.rate(min(probe, limit)))
         return Decision(best, "best" if best else "off", self.rate(best))
 
     def _lacking(self, limit: int) -> int | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from ds4flow.depth import AUTO_DEPTH_MAX, DepthPolicy
-from ds4flow.pipeline import Stage, State
+from ds4flow.pipeline import Fresh, Stage, State
 from ds4flow.sampling import draw_draft
 from ds4flow.speculate import Draft, argmax, top_gap
 
@@ -101,32 +102,41 @@ class MtpDrafter(Drafter):
     """
 
     written: int = field(default=0, init=False)  # rows that the last draft pass wrote
+    stale: list[Fresh] = field(default_factory=list, init=False)  # rows to rewrite before drafting
 
     def run(self, state: State) -> None:
-        """Refresh the block's cache rows, then draft."""
+        """Note which of the block's cache rows are stale, then draft."""
         if self.depth != 0 and state.model.mtp is None:
             state.switch_mtp_off("the model files hold no MTP weights")
         if self.depth != 0 and not state.mtp_off:
-            self._refresh(state)
+            self._note_stale(state)
         super().run(state)
 
-    def _refresh(self, state: State) -> None:
+    def _note_stale(self, state: State) -> None:
         fresh = state.fresh
         if fresh is None:
             return
         final = self.written if self.keep_accepted else min(self.written, 1)
         if final < len(fresh.tokens):
-            block = state.model.mtp
-            assert block is not None
-            first = fresh.first + final
-            block.warm(fresh.streams[final:], fresh.tokens[final:], first, state.cache)
+            self.stale.append(
+                Fresh(fresh.first + final, fresh.tokens[final:], fresh.streams[final:])
+            )
         state.fresh = None
+
+    def _refresh(self, state: State) -> None:
+        """Rewrite the stale rows; cycles without drafts leave them for the next one with."""
+        block = state.model.mtp
+        assert block is not None
+        for fresh in _joined(self.stale):
+            block.warm(fresh.streams, fresh.tokens, fresh.first, state.cache)
+        self.stale.clear()
 
     def propose(self, state: State, depth: int) -> None:
         """Draft until `depth`, the end of the text, or a logit gap below the gate."""
         super().propose(state, depth)
         self.written = 0
         if depth:
+            self._refresh(state)
             self._draft(state, depth)
 
     def _draft(self, state: State, depth: int) -> None:
@@ -164,6 +174,23 @@ class MtpDrafter(Drafter):
                 break
         state.drafts, state.draft_logits = tuple(drafts), tuple(rows)
         state.draft_from = tuple(drawn[: len(drafts)])
+
+
+def _joined(stale: list[Fresh]) -> Iterator[Fresh]:
+    """Neighbouring rows as one, so that a long pause costs one call."""
+    rows: list[Fresh] = []
+    for fresh in stale:
+        if rows and rows[-1].first + len(rows[-1].tokens) != fresh.first:
+            yield _join(rows)
+            rows = []
+        rows.append(fresh)
+    if rows:
+        yield _join(rows)
+
+
+def _join(rows: list[Fresh]) -> Fresh:
+    tokens = tuple(token for row in rows for token in row.tokens)
+    return Fresh(rows[0].first, tokens, torch.cat([row.streams for row in rows]))
 
 
 class LyingDrafter(Drafter):

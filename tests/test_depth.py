@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ds4flow.depth import MIN_SAMPLES, DepthPolicy
+from ds4flow.depth import MIN_SAMPLES, WARMING, DepthPolicy
 
 
 def drive(accept, pass_cost, step_cost, cycles, depth_max=6, seed=0, policy=None):
@@ -67,7 +67,7 @@ def test_it_starts_again_when_drafting_begins_to_pay():
 
 def test_one_unlucky_cycle_decides_nothing():
     policy = DepthPolicy(4)
-    for _ in range(MIN_SAMPLES):
+    for _ in range(WARMING + MIN_SAMPLES):
         assert policy.choose(4).depth == 0
         policy.observe(drafted=0, accepted=0, steps=0, draft_s=0.0, verify_s=1.0)
     assert policy.choose(4).depth == 1
@@ -103,6 +103,16 @@ def test_no_room_means_no_drafts():
 
 
 def test_a_gated_cycle_counts_the_steps_it_took():
-    policy = DepthPolicy(3)
+    policy = DepthPolicy(3, warming=0)
     policy.observe(drafted=0, accepted=0, steps=1, draft_s=0.5, verify_s=1.0)
     assert policy.step.value == 0.5
+
+
+def test_costs_measured_while_the_machine_was_slow_are_forgotten():
+    """Slow at the start, three times faster later: drafting at a cost that never pays must end."""
+    speed = {"factor": 3.0}
+    machine = (lambda width: speed["factor"] * (1.0 if width == 1 else 1.0 + 0.5 * (width - 1)),)
+    *_, policy = drive(lambda _: 0.6, *machine, 0.5, cycles=12)
+    speed["factor"] = 1.0
+    decisions, *_ = drive(lambda _: 0.6, *machine, 0.5, cycles=600, policy=policy)
+    assert sum(d.depth == 0 for d in decisions[100:]) > 0.9 * 500
