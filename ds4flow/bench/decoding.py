@@ -215,7 +215,7 @@ def measure_peer(
             warmup=settings.warmup,
             say=lambda text: say(f"{peer}: {text}"),
         )
-        version = other.version
+        version, note = other.version, other.note
     decode = {name: samples(runs, lambda run: run.rate) for name, runs in got.items()}
     prefill = {
         name: samples(runs, lambda run: len(prompt) / run.prefill) for name, runs in got.items()
@@ -235,4 +235,5 @@ def measure_peer(
         prefill_theirs=prefill["theirs"],
         prefill_ratio=prefill["ours"].over(prefill["theirs"]),
         same_prefix=same,
+        note=note,
     )

@@ -150,7 +150,7 @@ def _peer(result: PeerResult) -> Lines:
             result.prefill_ours,
             result.prefill_theirs,
             result.prefill_ratio,
-            f"{result.peer} {result.version}",
+            f"{result.peer} {result.version} {result.note}".rstrip(),
         ),
     ):
         pairs = " ".join(f"{value:.2f}" for value in ratio.values)

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -31,8 +31,15 @@ class PeerRun:
         return len(self.tokens) / self.decode
 
 
+class PeerStoppedError(Ds4FlowError):
+    """The peer's process ended before it answered."""
+
+
 class Peer:
     """llama.cpp through llama-cpp-python with its defaults; a context manager.
+
+    On some CPUs (with AMX) its repacked weights do not fit this architecture and its process ends
+    at loading. It is then started again without them, and `note` says so.
 
     Raises UsageError for a peer that is unknown or not installed, Ds4FlowError when it cannot
     load the file or stops.
@@ -41,6 +48,17 @@ class Peer:
     def __init__(self, name: str, path: Path, *, threads: int, context: int) -> None:
         check_peer(name)
         self.name = name
+        self.note = ""
+        job = {"path": str(path), "threads": threads, "context": context}
+        try:
+            answer = self._load({**job, "repack": True})
+        except PeerStoppedError:
+            answer = self._load({**job, "repack": False})
+            self.note = "without repacked weights, with which it stopped"
+        self.version = str(answer["version"])
+        self.load_seconds = float(answer["seconds"])
+
+    def _load(self, job: Mapping[str, Any]) -> dict[str, Any]:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "ds4flow.bench.peer_worker"],
             stdin=subprocess.PIPE,
@@ -49,12 +67,10 @@ class Peer:
             text=True,
         )
         try:
-            answer = self._ask(op="load", path=str(path), threads=threads, context=context)
+            return self._ask(op="load", **job)
         except Ds4FlowError:
             self.close()
             raise
-        self.version = str(answer["version"])
-        self.load_seconds = float(answer["seconds"])
 
     def run(self, prompt: Sequence[int], count: int, *, clock: str = "wall") -> PeerRun:
         """Prefill `prompt`, then `count` greedy steps; `clock` is a name of CLOCKS."""
@@ -74,7 +90,7 @@ class Peer:
         except OSError:
             line = ""
         if not line:
-            raise Ds4FlowError(
+            raise PeerStoppedError(
                 f"{self.name} stopped at {request['op']} (exit code {self._process.wait()})",
                 "its build may not know this architecture; leave --peer out",
             )

@@ -43,6 +43,8 @@ def _say(answers: TextIO, answer: dict[str, Any]) -> None:
 
 def _load(llama_cpp: Any, request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     begun = time.perf_counter()
+    if not request["repack"]:
+        _without_repacking(llama_cpp)
     try:
         llama = llama_cpp.Llama(
             model_path=request["path"],
@@ -56,6 +58,19 @@ def _load(llama_cpp: Any, request: dict[str, Any]) -> tuple[Any, dict[str, Any]]
         return None, {"error": str(error)}
     seconds = time.perf_counter() - begun
     return llama, {"version": llama_cpp.__version__, "seconds": seconds}
+
+
+def _without_repacking(llama_cpp: Any) -> None:
+    """Make weights stay as they are in the file; the wrapper has no argument for it."""
+    core = getattr(llama_cpp, "llama_cpp", llama_cpp)
+    defaults = core.llama_model_default_params
+
+    def changed() -> Any:
+        parameters = defaults()
+        parameters.use_extra_bufts = False
+        return parameters
+
+    core.llama_model_default_params = changed
 
 
 def _run(llama: Any, prompt: list[int], count: int, clock: str) -> dict[str, Any]:

@@ -242,10 +242,12 @@ class PeerResult:
     prefill_theirs: Samples
     prefill_ratio: Samples
     same_prefix: int
+    note: str = ""  # how the peer had to be run
 
     def rows(self) -> list[Row]:
         """Flat rows; the note of a ratio lists it pair by pair."""
         name = f"{self.peer} {self.version}"
+        remark = self.note
         agree = f"the first {self.same_prefix} of {self.tokens} tokens agree"
         threads = self.threads
         rows = []
@@ -257,7 +259,7 @@ class PeerResult:
             note = agree if what == "decode" else f"prompt of {self.prompt}"
             rows += [
                 _row("peer", f"{what}, ds4flow", threads, None, "rate", "tok/s", ours, note),
-                _row("peer", f"{what}, {name}", threads, None, "rate", "tok/s", theirs),
+                _row("peer", f"{what}, {name}", threads, None, "rate", "tok/s", theirs, remark),
                 _row(
                     "peer", f"{what}, ours over theirs", threads, None, "ratio", "x", ratio, pairs
                 ),

@@ -18,15 +18,21 @@ INSTALLED = importlib.util.find_spec("llama_cpp") is not None
 
 # A module that stands in for llama-cpp-python: the same calls, an engine that counts upwards.
 FAKE = """
-import ctypes
+import ctypes, os, types
 __version__ = "0.0-fake"
 VOCABULARY = 300
+
+
+def llama_model_default_params():
+    return types.SimpleNamespace(use_extra_bufts=True)
 
 
 class Llama:
     def __init__(self, model_path, n_ctx, n_threads, n_threads_batch, n_gpu_layers, verbose):
         if "broken" in model_path:
             raise ValueError("unknown architecture")
+        if "amx" in model_path and llama_model_default_params().use_extra_bufts:
+            os.abort()
         assert (n_threads, n_threads_batch, n_gpu_layers, verbose) == (1, 1, 0, False)
         self.ctx, self.limit, self.last, self.seen = self, n_ctx, 0, 0
 
@@ -61,7 +67,7 @@ def fake_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fake_engine")
 def test_the_worker_prefills_and_counts(tmp_path: Path) -> None:
     with Peer("llama.cpp", tmp_path / "a.gguf", threads=1, context=20) as peer:
-        assert peer.version == "0.0-fake"
+        assert (peer.version, peer.note) == ("0.0-fake", "")
         for _ in range(2):
             run = peer.run([1, 2, 7], 4)
             assert run.tokens == (8, 9, 10, 11)
@@ -74,6 +80,13 @@ def test_the_worker_prefills_and_counts(tmp_path: Path) -> None:
 def test_a_file_that_the_peer_cannot_load(tmp_path: Path) -> None:
     with pytest.raises(Ds4FlowError, match="unknown architecture"):
         Peer("llama.cpp", tmp_path / "broken.gguf", threads=1, context=20)
+
+
+@pytest.mark.usefixtures("fake_engine")
+def test_a_peer_that_stops_with_repacked_weights_runs_without(tmp_path: Path) -> None:
+    with Peer("llama.cpp", tmp_path / "amx.gguf", threads=1, context=20) as peer:
+        assert "without repacked weights" in peer.note
+        assert peer.run([4], 1).tokens == (5,)
 
 
 @pytest.mark.usefixtures("fake_engine")
