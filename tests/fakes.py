@@ -80,7 +80,12 @@ class FakeCache:
         return tuple(self.rows[position] for position in range(self.length))
 
     def state_hash(self, *, mtp: bool = True) -> dict[str, str]:
-        return {"layer 0": hashlib.sha256(repr(self.visible()).encode()).hexdigest()}
+        lanes: dict[str, object] = {"layer 0": self.visible()}
+        if mtp:
+            lanes["mtp"] = [self.mtp.get(position) for position in range(self.length)]
+        return {
+            name: hashlib.sha256(repr(rows).encode()).hexdigest() for name, rows in lanes.items()
+        }
 
 
 class FakeMtp:
@@ -98,6 +103,16 @@ class FakeMtp:
         for i, token in enumerate(tokens):
             self.warmed.append(first + i)
             cache.mtp[first + i] = ("target", int(streams[i, 0, 0]), token)
+
+    def follow(
+        self,
+        tokens: Sequence[int],
+        first: int,
+        previous: torch.Tensor,
+        streams: torch.Tensor,
+        cache: FakeCache,
+    ) -> None:
+        self.warm(torch.cat((previous[None], streams[:-1])), tokens, first, cache)
 
     def step(
         self, streams: torch.Tensor, token: int, position: int, cache: FakeCache
@@ -231,7 +246,7 @@ def decode(
     folder: Path,
     model: Any,
     *,
-    depth: int = 0,
+    depth: int | str = 0,
     drafter: type[Drafter] = Scripted,
     tokens: Sequence[int] = (BOS_ID, *range(40, 45)),
     max_tokens: int = 24,
@@ -244,9 +259,13 @@ def decode(
     off: str = "",
     log: dict[str, bool] | None = None,
     extra: dict[str, Stage] | None = None,
+    cycle: Sequence[str] = (),
     **options: Any,
 ) -> Result:
-    """Run the real loop on a fake model; `extra` stages end each cycle, `log` sets log's keys."""
+    """Run the real loop on a fake model; `log` sets log's keys.
+
+    `extra` stages follow the prefill and end each cycle, or stand in it where `cycle` says.
+    """
     run = RunDir.create(folder)
     uses = issubclass(drafter, MtpDrafter)
     draft = drafter(
@@ -269,7 +288,7 @@ def decode(
     pipeline = Pipeline(
         stages,
         setup=["start", "prefill", *(extra or {})],
-        cycle=["draft", "verify", "commit", *(extra or {})],
+        cycle=cycle or ["draft", "verify", "commit", *(extra or {})],
         observe=["log"],
     )
     pipeline.run(state)
