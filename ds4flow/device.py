@@ -6,6 +6,7 @@ Promise: a device that was asked for by name is used or refused, never replaced 
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from typing import NamedTuple
 
 import torch
@@ -71,6 +72,8 @@ def missing(runtime: str) -> str:
         return f"torch finds no {title} device or driver"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed (pip install 'ds4flow[gpu]')"
+    if not any(shutil.which(compiler) for compiler in ("gcc", "clang")):
+        return "Triton needs gcc or clang to start kernels, and there is neither"
     return ""
 
 

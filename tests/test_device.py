@@ -24,6 +24,7 @@ def nvidia(bare, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H200")
     monkeypatch.setattr(device.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(device.shutil, "which", lambda name: f"/usr/bin/{name}")
 
 
 @pytest.mark.parametrize("runtime", ["cuda", "rocm"])
@@ -34,6 +35,12 @@ def test_a_gpu_that_is_not_there_is_an_error_with_a_way_out(bare, runtime):
     assert "built without" in caught.value.what
     assert "runtime=cpu" in caught.value.fix
     assert caught.value.exit_code == 1
+
+
+def test_what_triton_lacks_is_named(nvidia, monkeypatch):
+    monkeypatch.setattr(device.shutil, "which", lambda _: None)
+    with pytest.raises(Ds4FlowError, match="needs gcc or clang"):
+        choose_device("cuda")
 
 
 def test_a_driver_or_triton_that_is_missing_is_named(nvidia, monkeypatch):

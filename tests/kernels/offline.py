@@ -28,6 +28,7 @@ from ds4flow.model.profile import find_profile
 from ds4flow.model.rope import Rope
 
 SHARED_LIMIT = 232448  # bytes that one block may use on sm_90
+MATRIX_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
 TYPES = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
@@ -103,7 +104,7 @@ class Compiler:
         self.results[label] = {
             "kernel": name,
             "shared": built.metadata.shared,
-            "mma": built.asm["ptx"].count("mma.sync") + built.asm["ptx"].count("wgmma"),
+            "mma": sum(built.asm["ptx"].count(op) for op in MATRIX_INSTRUCTIONS),
             "cubin": len(built.asm["cubin"]),
             "constants": {k: v for k, v in constants.items() if isinstance(v, int | str)},
         }
