@@ -99,7 +99,9 @@ def test_a_value_that_is_not_finite_is_not_hidden(kernels, type_name):
 
 def portable(function: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> int:
     """Address of a product kernel compiled without instructions that not every CPU has."""
-    monkeypatch.setattr(lanes, "target_of", lambda context: Target(native_half=False, vnni=False))
+    monkeypatch.setattr(
+        lanes, "target_of", lambda context: Target(native_half=False, vnni=False, wide=False)
+    )
     made = numba.cfunc(types.int64(*[types.int64] * 12), error_model="numpy")(function)
     KEPT.append(made)
     return made.address

@@ -14,6 +14,7 @@ from ds4flow.kernels.cpu import CpuKernels, lanes, rows
 from ds4flow.kernels.cpu.library import library
 from ds4flow.kernels.interface import LayerRows
 from ds4flow.kernels.reference import ReferenceKernels
+from ds4flow.model.layer import attention
 from ds4flow.model.trunk import Model
 
 START = 250
@@ -255,3 +256,43 @@ def test_ties_of_the_indexer_go_to_the_smaller_block(model, compiled, filled):
         assert len(choice) == model.config.top_k
         equal = [block for block in choice.tolist() if block != 40]
         assert equal == list(range(len(equal)))
+
+
+def test_whole_layers_equal_their_operations_one_by_one(model, compiled, filled):
+    """The one call for a layer against the interface's operations, bit for bit."""
+    config = model.config
+    streams, tokens = noise(3, config.streams, config.dim), [7, 8, 9]
+    for index in (0, 2, 3):
+        layer, rope = model.weights.layers[index], model.rope(model.weights.layers[index].ratio)
+        stores = [copy.deepcopy(filled[index]) for _ in range(2)]
+        whole = compiled.layers(streams, tokens, [(layer, stores[0], rope)], START)
+        x, post, comb = compiled.hc_pre(streams, layer.hc_attn, layer.attn_norm)
+        block = attention(compiled, x, layer, stores[1], rope, START)
+        between = compiled.hc_post(block, streams, post, comb)
+        x, post, comb = compiled.hc_pre(between, layer.hc_ffn, layer.ffn_norm)
+        steps = compiled.hc_post(compiled.moe(x, tokens, layer), between, post, comb)
+        assert torch.equal(whole, steps)
+        assert torch.equal(stores[0].window, stores[1].window)
+
+
+def test_exchanged_cache_buffers_are_noticed(model, compiled, filled):
+    """Records of cache rows must follow the buffers, not only the object that holds them."""
+    config, layer = model.config, model.weights.layers[0]
+    streams, rope = noise(1, config.streams, config.dim), model.rope(0)
+    store = copy.deepcopy(filled[0])
+    first = compiled.layers(streams, [1], [(layer, store, rope)], START)
+    old, store.window = store.window, torch.zeros_like(store.window)
+    kept = old.clone()
+    second = compiled.layers(streams, [1], [(layer, store, rope)], START)
+    assert not torch.equal(first, second)
+    assert torch.equal(old, kept)
+    assert bool(store.window.any())
+
+
+def test_streams_that_are_not_finite_name_layer_and_position(model, compiled, filled):
+    config, layer = model.config, model.weights.layers[0]
+    streams = noise(3, config.streams, config.dim)
+    streams[2, 1, 5] = float("inf")
+    store = copy.deepcopy(filled[0])
+    with pytest.raises(NumericsError, match=f"layer 0 .*position {START + 2}"):
+        compiled.layers(streams, [1, 2, 3], [(layer, store, model.rope(0))], START)

@@ -6,6 +6,7 @@ because every output element is computed in one fixed order from its own row.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -95,7 +96,7 @@ class CpuKernels:
         self._ropes: dict[int, tuple[Rope, np.ndarray, list[np.ndarray]]] = {}
         self._pools: dict[tuple[int, ...], np.ndarray] = {}
         self._rows: dict[tuple[int, ...], np.ndarray] = {}
-        self._stacks: dict[tuple[int, ...], np.ndarray] = {}
+        self._stacks: dict[tuple[int, ...], _Stack] = {}
         self._between = np.empty(0, dtype=np.uint8)
         self._tables = lookup_tables()
         self._arena = np.empty(0, dtype=np.uint8)
@@ -648,24 +649,65 @@ class CpuKernels:
     def _stack(
         self, stacked: Sequence[tuple[LayerWeights, LayerRows, Rope]], last: int
     ) -> np.ndarray:
-        """The records of some layers with their ropes and cache rows filled in."""
-        key: list[int] = []
+        """The records of some layers with their ropes and cache rows filled in.
+
+        Kept by the identity of the cache rows, as long as their buffers are still the same objects.
+        """
+        key = tuple([id(rows_) for _, rows_, _ in stacked])
+        known = self._stacks.get(key)
+        if known is not None and known.describes(stacked):
+            for rope in known.ropes:
+                self._rope(rope, last)
+            return known.records
+        parts = []
         for layer, rows_, rope in stacked:
-            key += (id(layer), self._rope(rope, last), self._cache_rows(rows_))
-            key.append(0 if rows_.index is None else self._compressed(rows_.index))
-        made = self._stacks.get(tuple(key))
-        if made is None:
-            parts = []
-            for number, (layer, _, _) in enumerate(stacked):
-                part = self._records.layer(layer)
-                _, rope_at, rows_at, index_at = key[4 * number : 4 * number + 4]
-                put(part, layout.LAYER_ROPE, rope_at)
-                put(part, layout.LAYER_ROWS, rows_at)
-                put(part, layout.LAYER_INDEX_POOL, index_at)
-                parts.append(part)
-            made = np.concatenate(parts)
-            self._stacks[tuple(key)] = made
+            part = self._records.layer(layer)
+            put(part, layout.LAYER_ROPE, self._rope(rope, last))
+            put(part, layout.LAYER_ROWS, self._cache_rows(rows_))
+            if rows_.index is not None:
+                put(part, layout.LAYER_INDEX_POOL, self._compressed(rows_.index))
+            parts.append(part)
+        made = np.concatenate(parts)
+        self._stacks[key] = _Stack(stacked, made)
         return made
+
+
+class _Stack:
+    """Records of a stack of layers, and what they were made from (buffers by weak reference)."""
+
+    def __init__(
+        self, stacked: Sequence[tuple[LayerWeights, LayerRows, Rope]], records: np.ndarray
+    ) -> None:
+        self.records = records
+        self.ropes = tuple({id(rope): rope for _, _, rope in stacked}.values())
+        self._made_from = [
+            (layer, rope, [weakref.ref(tensor) for tensor in _buffers(rows_)])
+            for layer, rows_, rope in stacked
+        ]
+
+    def describes(self, stacked: Sequence[tuple[LayerWeights, LayerRows, Rope]]) -> bool:
+        """Whether the layers, ropes and buffers are those that the records were made from."""
+        for (layer, rows_, rope), (old_layer, old_rope, references) in zip(
+            stacked, self._made_from, strict=True
+        ):
+            if layer is not old_layer or rope is not old_rope:
+                return False
+            buffers = _buffers(rows_)
+            if len(buffers) != len(references):
+                return False
+            for tensor, reference in zip(buffers, references, strict=True):
+                if reference() is not tensor:
+                    return False
+        return True
+
+
+def _buffers(rows_: LayerRows) -> list[torch.Tensor]:
+    """All tensors of a layer's cache rows."""
+    found = [rows_.window]
+    for part in (rows_.compressed, rows_.index):
+        if part is not None:
+            found += (part.values, part.scores, part.pool)
+    return found
 
 
 def _check(config: ModelConfig) -> None:

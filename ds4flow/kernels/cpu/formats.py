@@ -40,6 +40,7 @@ class Target:
 
     native_half: bool
     vnni: bool
+    wide: bool  # 32 registers of 16 lanes; otherwise 8 at most
 
 
 Decoder = Callable[[Builder, Value, Value, Target], Iterator[Value]]

@@ -201,12 +201,33 @@ def emit_product(b: Builder, form: Format, target: Target, arguments: Sequence[V
             decoded.append(row)
         rows.times(b, plain, target, decoded, n)
 
-    few = b.icmp_signed("<=", count, I64(ROWS))
-    with b.if_else(few) as (fused, many):
-        with fused, loop(b, first, last) as n:
-            rows.times(b, form, target, [b.add(weights, b.mul(n, stride))], n)
-        with many:
-            groups(b, b.sub(last, first), COLUMNS, buffered)
+    many = b.icmp_signed(">", count, I64(ROWS))
+    with b.if_then(many):
+        groups(b, b.sub(last, first), COLUMNS, buffered)
+    for size in range(1, ROWS + 1):
+        with b.if_then(b.icmp_signed("==", count, I64(size))):
+
+            def fused(columns: int, n: Value, size: int = size) -> None:
+                n = b.add(first, n)
+                starts = [b.add(weights, b.mul(b.add(n, I64(i)), stride)) for i in range(columns)]
+                out = b.add(y, b.shl(n, I64(2)))
+                made = tile(b, form, target, columns, size)
+                b.call(made, (*starts, x, x_stride, out, y_stride, vectors, tables))
+
+            groups(b, b.sub(last, first), columns_together(form, target, size), fused)
+
+
+def columns_together(form: Format, target: Target, rows: int) -> int:
+    """Weight rows of a tile over stored weights: as many as the vector registers hold sums for.
+
+    One row alone leaves the units idle between dependent sums; the long decoders of the 256-weight
+    blocks and a single activation row (where memory streams count) are best with two.
+    """
+    room = 24 if target.wide else 8
+    most = 2 if form.weights > 32 or rows == 1 else 4
+    while most > 1 and most * rows * CHAINS > room:
+        most //= 2
+    return most
 
 
 def emit_scores(b: Builder, target: Target, arguments: Sequence[Value]) -> None:
