@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from ds4flow import rundir
 from ds4flow.cli import main
+from ds4flow.schema import KERNELS
 from ds4flow.overrides import literal
 
 ROOT = Path(__file__).parent.parent
@@ -425,7 +426,7 @@ def test_bash_completes_keys_and_values_after_the_equals_sign() -> None:
         "flash-q2", "flash-q2-imatrix", "flash-q4", "flash-q4-imatrix",
     ]  # fmt: skip
     assert complete("ds4flow run mtp.draft=2 mtp.strict=") == ["true", "false"]
-    assert complete("ds4flow run runtime.kernels=") == ["auto", "reference", "cpu"]
+    assert complete("ds4flow run runtime.kernels=c") == ["cpu", "cpu-int8"]
     assert complete("ds4flow run --mtp-dr") == ["--mtp-draft"]
 
 

@@ -37,9 +37,11 @@ def synth_command(path: str, words: Sequence[str] = ()) -> int:
 
         report = synthesize(preset, path, mtp_path=mtp, seed=seed, changes=values, progress=show)
     console = Console()
-    console.print(f"{report.path}: {report.nbytes / 1e6:.1f} MB", highlight=False)
+    size = f"{report.path}: {report.nbytes / 1e6:.1f} MB"
+    console.print(size, highlight=False, soft_wrap=True)
     if report.mtp_path is not None:
-        console.print(f"{report.mtp_path}: {report.mtp_nbytes / 1e6:.1f} MB", highlight=False)
+        size = f"{report.mtp_path}: {report.mtp_nbytes / 1e6:.1f} MB"
+        console.print(size, highlight=False, soft_wrap=True)
     console.print(traffic_table(report))
     return 0
 
