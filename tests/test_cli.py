@@ -18,7 +18,6 @@ from omegaconf import OmegaConf
 
 from ds4flow import rundir
 from ds4flow.cli import main
-from ds4flow.schema import KERNELS
 from ds4flow.overrides import literal
 
 ROOT = Path(__file__).parent.parent
