@@ -6,7 +6,9 @@ Nothing heavy is imported before a command is chosen.
 from __future__ import annotations
 
 import sys
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -125,4 +127,54 @@ def verify(overrides: tuple[str, ...], depths: str, prompts: tuple[str, ...], dr
     sys.exit(verify_command(overrides, depths, prompts, drafter))
 
 
-COMMANDS = (download, inspect, synth, verify)
+@click.command("bench")
+@click.argument("model", metavar="[FILE]", default="demo")
+@click.option("--mtp", metavar="FILE", help="GGUF file with the MTP block.")
+@click.option("--kernels", default="auto", show_default=True, help="cpu, cpu-int8 or reference.")
+@click.option("--profile", help="official or plain.  [official; plain for the demo model]")
+@click.option("--threads", default="1", show_default=True, metavar="N,..")
+@click.option("--only", default="", help="Of machine,start,speed,verify,products,decoding.")
+@click.option("--contexts", default="64,1024", show_default=True, metavar="N,..")
+@click.option("--widths", default="1-8", show_default=True, help="Rows of a verify pass.")
+@click.option("--width-context", default=1024, show_default=True, metavar="N")
+@click.option("--drafts", default="1,2,auto", show_default=True, help="Depths to compare.")
+@click.option(
+    "--oracle",
+    multiple=True,
+    default=("0.8,0.8",),
+    show_default=True,
+    help="Synthetic drafts: acceptance by position. May be repeated.",
+)
+@click.option("-p", "--prompt", "prompts", multiple=True, metavar="TEXT", help="May be repeated.")
+@click.option("--peer", type=click.Choice(["llama.cpp"]), help="Interleave another engine.")
+@click.option("--cold", is_flag=True, help="Also time a start without compiled kernels.")
+@click.option("--check/--no-check", default=True, help="Compare with greedy bit by bit.")
+@click.option("--repeats", default=5, show_default=True)
+@click.option("--warmup", default=1, show_default=True)
+@click.option("--tokens", default=32, show_default=True, help="Generated in a run.")
+@click.option("--chunk", default=64, show_default=True)
+@click.option("--fill-cap", default=2048, show_default=True, help="Rows really prefilled.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--clock", type=click.Choice(["wall", "cpu"]), default="wall", show_default=True)
+@click.option("--json", metavar="FILE", help="Write the results as JSON.")
+@click.option("--csv", metavar="FILE", help="Write the results as CSV.")
+def bench(**options: Any) -> None:
+    """Measure FILE (the demo model without one): speeds, cost by width, speculation, start.
+
+    What is compared is interleaved in one run; medians and spread are shown.
+    """
+    from ds4flow.bench.command import BenchOptions, bench_command
+    from ds4flow.bench.settings import Settings
+
+    names = ("repeats", "warmup", "tokens", "chunk", "fill_cap", "seed", "clock")
+    settings = Settings(**{name: options.pop(name) for name in names})
+    if options["model"] == "demo":
+        folder = resources.files("ds4flow.demo")
+        options["model"] = str(folder / "ds4flow-demo.gguf")
+        options["mtp"] = options["mtp"] or str(folder / "ds4flow-demo-mtp.gguf")
+        options["profile"] = options["profile"] or "plain"
+    options["profile"] = options["profile"] or "official"
+    sys.exit(bench_command(BenchOptions(settings=settings, **options)))
+
+
+COMMANDS = (bench, download, inspect, synth, verify)

@@ -21,7 +21,7 @@ class NoCheck(Stage):
 
     keep_accepted: bool
 
-    reads = ("model", "cache", "tokens")
+    reads = ("model", "cache", "tokens", "hidden")
 
     def run(self, state: State) -> None:
         """Do nothing."""
@@ -40,8 +40,6 @@ class StateCheck(NoCheck):
     twin: KVCache | None = field(default=None, init=False)
     hidden: torch.Tensor | None = field(default=None, init=False)  # twin's streams of its last row
     states: int = field(default=0, init=False)  # states compared
-
-    reads = ("model", "cache", "tokens", "hidden")
 
     def run(self, state: State) -> None:
         """Fork, or bring the twin up to the cache's cursor and compare."""
