@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 
 class FlagKey(NamedTuple):
-    """A flag, the key it sets, and the value of a flag that takes none."""
+    """A flag, the key it sets, the value of a flag that takes none, and what else it sets."""
 
     names: tuple[str, ...]
     key: str
     metavar: str
     help: str
     value: str | None = None
+    also: tuple[tuple[str, str], ...] = ()
 
     @property
     def parameter(self) -> str:
@@ -52,6 +53,13 @@ FLAGS = (
     FlagKey(("--mtp-timing",), "mtp.timing", "", "Counters and times at the end.", "true"),
     FlagKey(("--mtp-spec-log",), "mtp.spec_log", "", "One line per cycle.", "true"),
     FlagKey(("--mtp-conf-log",), "mtp.conf_log", "", "One line per draft.", "true"),
+    FlagKey(
+        ("--mtp-verify-depth",),
+        "mtp.draft",
+        "N",
+        "Compare with plain greedy decoding at this depth; selects pipeline=parity.",
+        also=(("pipeline", "parity"),),
+    ),
 )
 
 
@@ -152,6 +160,8 @@ def _flags(options: dict[str, Any], words: Sequence[str]) -> list[Flag]:
     flags = [
         Flag(flag.names[-1], flag.key, flag.value or str(options[flag.parameter])) for flag in given
     ]
+    for flag in given:
+        flags += [Flag(flag.names[-1], key, value) for key, value in flag.also]
     if options["model"] and not any(key_of(word) == "model" for word in words):
         flags.insert(0, Flag("--model", "model", "file"))
     return flags

@@ -71,8 +71,11 @@ def assemble(
     """Merge typed overrides, flags and variables; UsageError when two of them cannot both hold."""
     words = [literal(word, multirun=multirun) for word in typed]
     sources = {key_of(word): "cli" for word in words}
-    for flag in flags:
+    for number, flag in enumerate(flags):
         given = [word for word in words if key_of(word) == flag.key]
+        given += [
+            f"{other.name} {other.value}" for other in flags[:number] if other.key == flag.key
+        ]
         if given:
             raise UsageError(
                 f"{flag.key} is given twice: {flag.name} {flag.value} and {given[0]}",

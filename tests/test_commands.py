@@ -266,3 +266,27 @@ def test_verify_exits_1_on_a_relaxed_margin(tiny: Path) -> None:
 def test_verify_refuses_what_it_sets_itself(words: tuple[str, ...]) -> None:
     assert ds4flow("verify", *words).exit_code == 2
     assert not Path("runs").exists()
+
+
+# --- run --mtp-verify-depth
+
+
+def test_the_verify_depth_flag_is_the_parity_pipeline_at_that_depth(tiny: Path) -> None:
+    support = tiny.with_name("tiny.mtp-support.gguf")
+    words = ("-m", str(tiny), "--mtp", str(support), "model.chat=raw", "commit.ignore_eos=true")
+    result = ds4flow("run", *words, "-p", "abc", "-n", "6", "--mtp-verify-depth", "2")
+    assert result.exit_code == 0
+    assert "tokens and logits bits equal at 6 positions" in result.stderr
+    record = json.loads(Path("runs/file/0001/run.json").read_text())
+    assert record["choices"]["pipeline"] == "parity"
+    source = "flag --mtp-verify-depth"
+    assert record["config"]["mtp.draft"] == {"value": 2, "source": source}
+    assert record["parity"]["equal"] is True
+
+
+@pytest.mark.parametrize("words", [("--mtp-draft", "3"), ("mtp.draft=3",), ("pipeline=greedy",)])
+def test_the_verify_depth_flag_goes_with_no_other_choice(words: tuple[str, ...]) -> None:
+    result = ds4flow("run", "--mtp-verify-depth", "2", *words)
+    assert result.exit_code == 2
+    assert "is given twice" in said(result)[0]
+    assert not Path("runs").exists()
