@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-
 NOT_FINITE = "the weights or the kernels are at fault; check the file with its published digest"
 """What to do about a value that is not finite."""
 

@@ -1,4 +1,4 @@
-"""The README's commands are real: each one is run, shortened, or composed where it needs weights."""
+"""The README's commands are real: each is run, shortened, or composed where it needs weights."""
 
 import os
 import re
