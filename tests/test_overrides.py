@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -17,6 +17,7 @@ UNSAFE_IN_YAML = set("\x85\u2028\u2029")
 TEXTS = st.text() | st.text(alphabet="\\'\"${}, =[](:)\n ~+x", max_size=12)
 
 
+@settings(deadline=None)
 @given(TEXTS)
 @example("def f(x): return {x}")
 @example('it\'s "quoted" \\')
@@ -38,6 +39,7 @@ def test_a_text_arrives_unchanged(text: str) -> None:
         assert OmegaConf.create(OmegaConf.to_yaml(config)).prompt == text
 
 
+@settings(deadline=None)
 @given(TEXTS)
 def test_a_single_stop_string_is_literal_too(text: str) -> None:
     override = OverridesParser.create().parse_override(f"commit.stop=[{quoted(text)}]")
