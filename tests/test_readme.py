@@ -19,7 +19,7 @@ COMMANDS = [
     for line in body.splitlines()
     if re.match(r"(\w+=\S+ )*ds4flow ", line)
 ]
-NEEDS_WEIGHTS = ("model=flash", "download", "gguf/")
+NEEDS_WEIGHTS = ("model=flash", "download", "inspect gguf")
 
 
 def run(arguments: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
