@@ -62,6 +62,11 @@ class Counts:
         """Drafts committed."""
         return self.accepted_at.total()
 
+    @property
+    def dead(self) -> bool:
+        """Many drafts and not one accepted."""
+        return self.drafted >= DEAD_AFTER and not self.accepted
+
     def summary(self) -> dict[str, Any]:
         """The counts under the names of vLLM's per-request block and of llama.cpp."""
         depths = range(1, max(self.verified_at, default=0) + 1)
@@ -85,7 +90,7 @@ class Counts:
             "draft_n": self.drafted,
             "draft_n_accepted": self.accepted,
             "relaxed_accepts": self.relaxed,
-            "draft_dead": self.drafted >= DEAD_AFTER and not self.accepted,
+            "draft_dead": self.dead,
         }
 
     def warnings(self) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ds4flow.diagnosis import Diagnosis, explain
 from ds4flow.errors import Ds4FlowError
 from ds4flow.metrics import DEFINITIONS, Costs, Counts, Probe
 from ds4flow.pipeline import Stage, State
@@ -31,6 +32,7 @@ class Log(Stage):
     full_logits: bool
     counts: Counts = field(default_factory=Counts, init=False)
     costs: Costs = field(default_factory=Costs, init=False)
+    diagnosis: Diagnosis = field(default_factory=Diagnosis, init=False)
     probe: Probe = field(default_factory=Probe, init=False)
     shown: int = field(default=0, init=False)
 
@@ -47,6 +49,14 @@ class Log(Stage):
             relaxed=state.relaxed,
             draft_end=state.draft_end,
         )
+        if state.drafts and record["drafted"] and not self.counts.accepted:
+            self.diagnosis.add(
+                record["position"] + 1,
+                state.drafts[0].token,
+                state.draft_logits[0] if state.draft_logits else None,
+                state.logits[0],
+                state.hidden,
+            )
         self.costs.add(
             record["drafted"],
             sum(state.micros.get(name, 0) for name in ("draft", "verify", "commit")),
@@ -116,9 +126,13 @@ class Log(Stage):
         state.run.write_json("tokens.json", {"prompt": prompt, "output": output})
         summary = self._summary(state)
         state.run.write_json("summary.json", summary)
-        state.run.record(identity=state.identity, finish_reason=state.done)
+        state.run.record(
+            identity=state.identity, finish_reason=state.done, draft_dead=summary["draft_dead"]
+        )
         for warning in self.counts.warnings():
             _say(f"note: {warning}")
+        if summary["diagnosis"]:
+            _say(f"note: {explain(summary['diagnosis'])}")
         if self.timing:
             for line in _timing_lines(summary):
                 _say(line)
@@ -137,6 +151,7 @@ class Log(Stage):
             "identity": state.identity,
             "mtp_off": state.mtp_off or None,
             **self.counts.summary(),
+            "diagnosis": self.diagnosis.summary(state.tokens) if self.counts.dead else None,
             "probe": self.probe.summary() if self.probe.drafted else None,
             "decode_seconds": seconds,
             "tokens_per_second": output / seconds if seconds else None,

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = (
     {"errors", "rundir", "origin", "metrics"},
     {"model", "kernels", "device", "gguf", "gguf_header", "quants", "tokenizer", "chat"},
-    {"speculate", "sampling", "depth", "cache", "graph"},
+    {"speculate", "sampling", "depth", "diagnosis", "cache", "graph"},
     {"pipeline"},
     {"stages"},
     {
