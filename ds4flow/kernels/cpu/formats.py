@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
 
 from ds4flow.kernels.cpu.emit import (
     F32,
+    I1,
     I8,
     I16,
     I32,
@@ -24,12 +26,16 @@ from ds4flow.kernels.cpu.emit import (
     Builder,
     Value,
     bfloat_to_float,
+    bits_constant,
+    call,
     constant,
     fma,
     half_to_float,
+    like,
     load,
     shuffle,
     splat,
+    store,
     vector,
 )
 
@@ -43,14 +49,17 @@ class Target:
     wide: bool  # 32 registers of 16 lanes; otherwise 8 at most
 
 
-Decoder = Callable[[Builder, Value, Value, Target], Iterator[Value]]
+Decoder = Callable[[Builder, Value, Value, Value, Target], Iterator[Value]]
+Scaler = Callable[[Builder, Value, Value, Target], None]
 
 
 @dataclass(frozen=True)
 class Format:
     """A weight format: ggml type number, weights and bytes of a block, and its decoder.
 
-    `decode(b, block, tables, target)` yields the block's weights, 16 a vector, in order.
+    `decode(b, block, scales, tables, target)` yields the block's weights, 16 a vector, in order.
+    Where a block has many scales, `scale(b, block, out, target)` writes them as `factors` float32
+    first, so that the decoder can load each into all lanes at once; `scales` is where they lie.
     """
 
     name: str
@@ -58,6 +67,8 @@ class Format:
     weights: int
     size: int
     decode: Decoder
+    factors: int = 0
+    scale: Scaler | None = None
 
 
 def _bytes(b: Builder, address: Value, distance: int, count: int = LANES) -> Value:
@@ -74,23 +85,31 @@ def unsigned(b: Builder, codes: Value) -> Value:
     return b.sitofp(b.zext(codes, vector(I32, codes.type.count)), vector(F32, codes.type.count))
 
 
-def _lane(b: Builder, v: Value, lane: int) -> Value:
-    return shuffle(b, v, None, [lane] * LANES)
+def _factor(b: Builder, scales: Value, number: int) -> Value:
+    return splat(b, load(b, scales, F32, 4 * number))
 
 
-def _decode_f32(b: Builder, block: Value, tables: Value, target: Target) -> Iterator[Value]:
+def _decode_f32(
+    b: Builder, block: Value, scales: Value, tables: Value, target: Target
+) -> Iterator[Value]:
     yield load(b, block, V16F)
 
 
-def _decode_f16(b: Builder, block: Value, tables: Value, target: Target) -> Iterator[Value]:
+def _decode_f16(
+    b: Builder, block: Value, scales: Value, tables: Value, target: Target
+) -> Iterator[Value]:
     yield half_to_float(b, load(b, block, vector(I16)), target.native_half)
 
 
-def _decode_bf16(b: Builder, block: Value, tables: Value, target: Target) -> Iterator[Value]:
+def _decode_bf16(
+    b: Builder, block: Value, scales: Value, tables: Value, target: Target
+) -> Iterator[Value]:
     yield bfloat_to_float(b, load(b, block, vector(I16)))
 
 
-def _decode_q8_0(b: Builder, block: Value, tables: Value, target: Target) -> Iterator[Value]:
+def _decode_q8_0(
+    b: Builder, block: Value, scales: Value, tables: Value, target: Target
+) -> Iterator[Value]:
     scale = splat(b, half(b, block, 0, target))
     for part in range(2):
         codes = b.sitofp(b.sext(_bytes(b, block, 2 + 16 * part), V16I), V16F)
@@ -117,41 +136,71 @@ def q4_k_scales(b: Builder, block: Value) -> tuple[Value, Value]:
     return scales, minima
 
 
-def _decode_q4_k(b: Builder, block: Value, tables: Value, target: Target) -> Iterator[Value]:
+def _scale_q4_k(b: Builder, block: Value, out: Value, target: Target) -> None:
+    """Eight scales, then eight minima, negative."""
     scales, minima = q4_k_scales(b, block)
-    unit, offset_unit = half(b, block, 0, target), half(b, block, 2, target)
-    scale = b.fmul(unsigned(b, scales), splat(b, unit, 8))
-    least = b.fneg(b.fmul(unsigned(b, minima), splat(b, offset_unit, 8)))
+    unit, least = half(b, block, 0, target), half(b, block, 2, target)
+    store(b, b.fmul(unsigned(b, scales), splat(b, unit, 8)), out)
+    store(b, b.fneg(b.fmul(unsigned(b, minima), splat(b, least, 8))), out, 32)
+
+
+def _decode_q4_k(
+    b: Builder, block: Value, scales: Value, tables: Value, target: Target
+) -> Iterator[Value]:
+    every = ir.Constant(V16F, [F32(float(code)) for code in range(LANES)])
     for pair in range(4):
-        parts = [_bytes(b, block, 16 + 32 * pair + 16 * part) for part in range(2)]
+        parts = [b.zext(_bytes(b, block, 16 + 32 * pair + 16 * part), V16I) for part in range(2)]
         for nibble in range(2):
             k = 2 * pair + nibble
-            factor, shift = _lane(b, scale, k), _lane(b, least, k)
-            for codes in parts:
-                wide = b.zext(codes, V16I)
-                if nibble:
-                    wide = b.lshr(wide, constant(V16I, 4))
+            factor, shift = _factor(b, scales, k), _factor(b, scales, 8 + k)
+            # the 16 possible weights once, then looked up by the low four bits
+            values = fma(b, every, factor, shift) if target.wide else None
+            for wide in parts:
+                codes = b.lshr(wide, constant(V16I, 4)) if nibble else wide
+                if values is not None:
+                    yield call(b, "llvm.x86.avx512.permvar.sf.512", V16F, (values, codes))
                 else:
-                    wide = b.and_(wide, constant(V16I, 15))
-                yield fma(b, b.sitofp(wide, V16F), factor, shift)
+                    codes = b.and_(codes, constant(V16I, 15))
+                    yield fma(b, b.sitofp(codes, V16F), factor, shift)
 
 
-def _decode_q2_k(b: Builder, block: Value, tables: Value, target: Target) -> Iterator[Value]:
+def _scale_q2_k(b: Builder, block: Value, out: Value, target: Target) -> None:
+    """Sixteen scales, then sixteen minima, negative."""
     packed = _bytes(b, block, 0)
     low = b.and_(packed, constant(packed.type, 15))
     high = b.lshr(packed, constant(packed.type, 4))
-    scale = b.fmul(unsigned(b, low), splat(b, half(b, block, 80, target)))
-    least = b.fneg(b.fmul(unsigned(b, high), splat(b, half(b, block, 82, target))))
+    store(b, b.fmul(unsigned(b, low), splat(b, half(b, block, 80, target))), out)
+    store(b, b.fneg(b.fmul(unsigned(b, high), splat(b, half(b, block, 82, target)))), out, 64)
+
+
+def _decode_q2_k(
+    b: Builder, block: Value, scales: Value, tables: Value, target: Target
+) -> Iterator[Value]:
+    every = ir.Constant(V16F, [F32(float(lane % 4)) for lane in range(LANES)])
     for part in range(16):
         wide = b.zext(_bytes(b, block, 16 + 32 * (part // 8) + 16 * (part % 2)), V16I)
-        wide = b.lshr(wide, constant(V16I, 2 * (part % 8 // 2)))
-        codes = b.sitofp(b.and_(wide, constant(V16I, 3)), V16F)
-        yield fma(b, codes, _lane(b, scale, part), _lane(b, least, part))
+        bits = 2 * (part % 8 // 2)
+        codes = b.lshr(wide, constant(V16I, bits)) if bits else wide
+        factor, shift = _factor(b, scales, part), _factor(b, scales, 16 + part)
+        if target.wide:  # the four possible weights once, then looked up by the low two bits
+            values = fma(b, every, factor, shift)
+            yield call(b, "llvm.x86.avx512.vpermilvar.ps.512", V16F, (values, codes))
+        else:
+            whole = b.sitofp(b.and_(codes, constant(V16I, 3)), V16F)
+            yield fma(b, whole, factor, shift)
 
 
-SIGN_TABLE = (
-    2048  # byte offset of the sign masks in `tables`, after 256 codebook entries of 8 bytes
-)
+# Byte offsets in `tables`: 256 codebook entries of eight and 128 masks of eight signs as bytes,
+# and the codebook again as float32.
+BYTE_SIGNS = 256 * 8
+WIDE_CODES = BYTE_SIGNS + 128 * 8
+
+
+def _iq2_xxs_step(b: Builder, signs: Value) -> Value:
+    """Scale of a group over the block's from the word with its signs (scalar or vector)."""
+    step = b.uitofp(b.lshr(signs, constant(signs.type, 28)), like(F32, signs.type))
+    half_step = b.fadd(step, constant(step.type, 0.5))
+    return b.fmul(half_step, constant(step.type, 0.25))
 
 
 def iq2_xxs_group(b: Builder, block: Value, tables: Value, group: int) -> tuple[list[Value], Value]:
@@ -166,11 +215,10 @@ def iq2_xxs_group(b: Builder, block: Value, tables: Value, group: int) -> tuple[
             octets.append(load(b, b.add(tables, b.shl(index, I64(3))), I64))
             field = b.and_(b.lshr(signs, I32(7 * octet)), I32(127))
             entry = b.add(tables, b.shl(b.zext(field, I64), I64(3)))
-            masks.append(load(b, entry, I64, SIGN_TABLE))
+            masks.append(load(b, entry, I64, BYTE_SIGNS))
         codes, mask = (_pair(b, values) for values in (octets, masks))
         parts.append(b.sub(b.xor(codes, mask), mask))
-    step = b.uitofp(b.lshr(signs, I32(28)), F32)
-    return parts, b.fmul(b.fadd(step, F32(0.5)), F32(0.25))
+    return parts, _iq2_xxs_step(b, signs)
 
 
 def _pair(b: Builder, words: list[Value]) -> Value:
@@ -179,13 +227,44 @@ def _pair(b: Builder, words: list[Value]) -> Value:
     return b.bitcast(b.insert_element(pair, words[1], I32(1)), vector(I8))
 
 
-def _decode_iq2_xxs(b: Builder, block: Value, tables: Value, target: Target) -> Iterator[Value]:
-    unit = half(b, block, 0, target)
+def _scale_iq2_xxs(b: Builder, block: Value, out: Value, target: Target) -> None:
+    """The scales of the eight groups, then 32 sign bits of each."""
+    words = load(b, block, V16I, 2)
+    signs = shuffle(b, words, None, range(1, 16, 2))
+    unit = splat(b, half(b, block, 0, target), 8)
+    store(b, b.fmul(unit, _iq2_xxs_step(b, signs)), out)
+
+    def number(value: int) -> Value:
+        return bits_constant(signs.type, value)
+
+    # four fields of seven bits, each completed to a byte by its parity
+    spread = b.and_(signs, number(0x7F))
+    for field in range(1, 4):
+        part = b.and_(signs, number(0x7F << 7 * field))
+        spread = b.or_(spread, b.shl(part, number(field)))
+    parity = spread
+    for distance in (4, 2, 1):
+        parity = b.xor(parity, b.lshr(parity, number(distance)))
+    last = b.shl(b.and_(parity, number(0x01010101)), number(7))
+    store(b, b.or_(spread, last), out, 32)
+
+
+def _decode_iq2_xxs(
+    b: Builder, block: Value, scales: Value, tables: Value, target: Target
+) -> Iterator[Value]:
+    minus = bits_constant(V16I, 1 << 31)
     for group in range(8):
-        parts, step = iq2_xxs_group(b, block, tables, group)
-        scale = splat(b, b.fmul(unit, step))
-        for codes in parts:
-            yield b.fmul(b.sitofp(b.sext(codes, V16I), V16F), scale)
+        scale = _factor(b, scales, group)
+        for part in range(2):
+            codes = []
+            for octet in (2 * part, 2 * part + 1):
+                index = b.zext(load(b, block, I8, 2 + 8 * group + octet), I64)
+                entry = b.add(tables, b.shl(index, I64(5)))
+                codes.append(load(b, entry, vector(I32, 8), WIDE_CODES))
+            joined = shuffle(b, codes[0], codes[1], range(LANES))
+            bits = b.bitcast(load(b, scales, I16, 32 + 4 * group + 2 * part), vector(I1))
+            signed = b.select(bits, b.xor(joined, minus), joined)
+            yield b.fmul(b.bitcast(signed, V16F), scale)
 
 
 def mxfp4_scale(b: Builder, block: Value, distance: int = 0) -> Value:
@@ -196,7 +275,9 @@ def mxfp4_scale(b: Builder, block: Value, distance: int = 0) -> Value:
     return b.bitcast(b.select(small, I32(1 << 22), b.shl(exponent, I32(23))), F32)
 
 
-def _decode_mxfp4(b: Builder, block: Value, tables: Value, target: Target) -> Iterator[Value]:
+def _decode_mxfp4(
+    b: Builder, block: Value, scales: Value, tables: Value, target: Target
+) -> Iterator[Value]:
     scale = splat(b, mxfp4_scale(b, block))
     packed = _bytes(b, block, 1)
     for nibble in range(2):
@@ -220,9 +301,9 @@ FORMATS = {
         Format("F32", 0, 16, 64, _decode_f32),
         Format("F16", 1, 16, 32, _decode_f16),
         Format("Q8_0", 8, 32, 34, _decode_q8_0),
-        Format("Q2_K", 10, 256, 84, _decode_q2_k),
-        Format("Q4_K", 12, 256, 144, _decode_q4_k),
-        Format("IQ2_XXS", 16, 256, 66, _decode_iq2_xxs),
+        Format("Q2_K", 10, 256, 84, _decode_q2_k, 32, _scale_q2_k),
+        Format("Q4_K", 12, 256, 144, _decode_q4_k, 16, _scale_q4_k),
+        Format("IQ2_XXS", 16, 256, 66, _decode_iq2_xxs, 16, _scale_iq2_xxs),
         Format("BF16", 30, 16, 32, _decode_bf16),
         Format("MXFP4", 39, 32, 17, _decode_mxfp4),
     )
@@ -231,13 +312,21 @@ BY_KIND = {form.kind: form for form in FORMATS.values()}
 
 
 def lookup_tables() -> np.ndarray:
-    """Bytes that the decoders read: the IQ2_XXS codebook, then its 128 masks of eight signs."""
+    """Bytes that the decoders read, at the start of a cache line (see `BYTE_SIGNS`)."""
     from gguf.quants import IQ2_XXS
 
     IQ2_XXS.init_grid()
-    grid = np.asarray(IQ2_XXS.grid, dtype=np.float32).reshape(256, 8).astype(np.uint8)
+    grid = np.asarray(IQ2_XXS.grid, dtype=np.float32).reshape(256, 8)
     fields = np.arange(128)
     parity = np.array([bin(field).count("1") & 1 for field in range(128)])
-    signs = fields | (parity << 7)
-    masks = np.where((signs[:, None] >> np.arange(8)) & 1, 0xFF, 0).astype(np.uint8)
-    return np.concatenate((grid.ravel(), masks.ravel()))
+    negative = ((fields | (parity << 7))[:, None] >> np.arange(8)) & 1
+    parts = (
+        grid.astype(np.uint8),
+        np.where(negative, 0xFF, 0).astype(np.uint8),
+        grid,
+    )
+    joined = np.concatenate([part.view(np.uint8).ravel() for part in parts])
+    room = np.empty(joined.size + 64, dtype=np.uint8)
+    first = -room.__array_interface__["data"][0] % 64
+    room[first : first + joined.size] = joined
+    return room[first : first + joined.size]

@@ -35,6 +35,7 @@ ROWS = 4  # activation rows of the largest tile
 COLUMNS = 2  # weight rows of a tile over decoded rows
 CHAINS = 2  # partial sums of an output element
 VOID = ir.VoidType()
+PLAIN = BY_KIND[0]  # float32
 
 
 def function(
@@ -60,31 +61,41 @@ def function(
 def tile(b: Builder, form: Format, target: Target, weights: int, rows: int) -> Value:
     """The tile function of `weights` weight rows and `rows` activation rows.
 
-    Arguments (i64): the address of each weight row, of activation row 0 and its stride, of output
-    (0, 0) and its row stride, the number of 16-weight vectors, and the lookup tables.
+    Arguments (i64): the address of each weight row, that of each row's scales (see `Format`), of
+    activation row 0 and its stride, of output (0, 0) and its row stride, the number of 16-weight
+    vectors, and the lookup tables.
     """
 
     def body(inner: Builder, arguments: Sequence[Value]) -> None:
         _tile_body(inner, form, target, weights, rows, arguments)
 
-    return function(b, f"tile_{form.name}_{weights}_{rows}", weights + 6, body)
+    return function(b, f"tile_{form.name}_{weights}_{rows}", 2 * weights + 6, body)
 
 
 def _tile_body(
     b: Builder, form: Format, target: Target, weights: int, rows: int, arguments: Sequence[Value]
 ) -> None:
-    starts = arguments[:weights]
-    x, x_stride, y, y_stride, vectors, tables = arguments[weights:]
+    starts, scales = arguments[:weights], arguments[weights : 2 * weights]
+    x, x_stride, y, y_stride, vectors, tables = arguments[2 * weights :]
     inputs = [b.add(x, b.mul(x_stride, I64(m))) if m else x for m in range(rows)]
     sums = Variables(b, V16F, CHAINS * weights * rows, constant(V16F, 0.0))
 
-    def accumulate(blocks: list[Value], byte: Value, count: int) -> None:
-        """Add `count` blocks' vectors; `byte` is where their activations start."""
+    def accumulate(first: Value, count: int) -> None:
+        """Add the vectors of `count` blocks from number `first` on."""
         for block in range(count):
+            at = b.mul(first, I64(form.size))
+            factors = b.mul(first, I64(4 * form.factors))
             decoders = [
-                form.decode(b, offset(b, start, block * form.size), tables, target)
-                for start in blocks
+                form.decode(
+                    b,
+                    offset(b, b.add(start, at), block * form.size),
+                    offset(b, b.add(scale, factors), 4 * form.factors * block),
+                    tables,
+                    target,
+                )
+                for start, scale in zip(starts, scales, strict=True)
             ]
+            byte = b.mul(first, I64(4 * form.weights))
             for part in range(form.weights // LANES):
                 decoded = [next(decoder) for decoder in decoders]
                 number = block * (form.weights // LANES) + part
@@ -98,21 +109,11 @@ def _tile_body(
     blocks_per_step = per_step * LANES // form.weights
     steps = b.lshr(vectors, I64(per_step.bit_length() - 1))
     with loop(b, I64(0), steps) as step:
-        at = b.mul(step, I64(blocks_per_step * form.size))
-        accumulate(
-            [b.add(start, at) for start in starts],
-            b.mul(step, I64(per_step * LANES * 4)),
-            blocks_per_step,
-        )
+        accumulate(b.mul(step, I64(blocks_per_step)), blocks_per_step)
     if blocks_per_step > 1:  # an odd last vector
-        rest = b.icmp_signed("<", b.mul(steps, I64(per_step)), vectors)
-        with b.if_then(rest):
-            at = b.mul(steps, I64(blocks_per_step * form.size))
-            accumulate(
-                [b.add(start, at) for start in starts],
-                b.mul(steps, I64(per_step * LANES * 4)),
-                1,
-            )
+        done = b.mul(steps, I64(blocks_per_step))
+        with b.if_then(b.icmp_signed("<", done, vectors)):
+            accumulate(done, 1)
     for m in range(rows):
         for n in range(weights):
             place = CHAINS * (m * weights + n)
@@ -127,13 +128,36 @@ def decoder(b: Builder, form: Format, target: Target) -> Value:
         row, out, vectors, tables = arguments
         parts = form.weights // LANES
         blocks = inner.lshr(vectors, I64(parts.bit_length() - 1))
+        room = inner.alloca(ir.ArrayType(F32, max(form.factors, 1)))
+        scales = inner.ptrtoint(room, I64)
         with loop(inner, I64(0), blocks) as block:
             at = inner.add(out, inner.mul(block, I64(form.weights * 4)))
             start = inner.add(row, inner.mul(block, I64(form.size)))
-            for part, weight in enumerate(form.decode(inner, start, tables, target)):
+            if form.scale is not None:
+                form.scale(inner, start, scales, target)
+            for part, weight in enumerate(form.decode(inner, start, scales, tables, target)):
                 store(inner, weight, at, 64 * part)
 
     return function(b, f"decode_{form.name}", 4, body)
+
+
+def scaler(b: Builder, form: Format, target: Target) -> Value:
+    """The function that writes the scales of one row: its address, the output, the vectors.
+
+    A function of its own, so that what it writes is read again from memory, where a load into all
+    lanes is free, instead of being kept in registers and shuffled.
+    """
+
+    def body(inner: Builder, arguments: Sequence[Value]) -> None:
+        row, out, vectors = arguments
+        parts = form.weights // LANES
+        with loop(inner, I64(0), inner.lshr(vectors, I64(parts.bit_length() - 1))) as block:
+            start = inner.add(row, inner.mul(block, I64(form.size)))
+            place = inner.add(out, inner.mul(block, I64(4 * form.factors)))
+            if form.scale is not None:
+                form.scale(inner, start, place, target)
+
+    return function(b, f"scales_{form.name}", 3, body)
 
 
 def groups(b: Builder, count: Value, size: int, run: Callable[[int, Value], None]) -> None:
@@ -158,20 +182,17 @@ class Rows:
     y: Value
     y_stride: Value
     vectors: Value
-    tables: Value
 
-    def times(
-        self, b: Builder, form: Format, target: Target, weights: list[Value], column: Value
-    ) -> None:
-        """Multiply all rows with the weight rows at some addresses, from `column` on."""
+    def times(self, b: Builder, target: Target, weights: list[Value], column: Value) -> None:
+        """Multiply all rows with the float32 rows at some addresses, from `column` on."""
         out = b.add(self.y, b.shl(column, I64(2)))
 
         def run(size: int, m: Value) -> None:
             start = b.add(self.x, b.mul(m, self.x_stride))
             place = b.add(out, b.mul(m, self.y_stride))
-            made = tile(b, form, target, len(weights), size)
-            shared = (start, self.x_stride, place, self.y_stride, self.vectors, self.tables)
-            b.call(made, (*weights, *shared))
+            made = tile(b, PLAIN, target, len(weights), size)
+            shared = (start, self.x_stride, place, self.y_stride, self.vectors, I64(0))
+            b.call(made, (*weights, *weights, *shared))
 
         groups(b, self.count, ROWS, run)
 
@@ -180,26 +201,25 @@ def emit_product(b: Builder, form: Format, target: Target, arguments: Sequence[V
     """Output columns `first .. last-1` of `y [m, n] = x [m, k] @ weights.T`.
 
     Arguments (i64): weights and their row stride, k, x, its row stride, m, y, its row stride,
-    first, last, scratch (room for two decoded rows), tables. Strides are in bytes. Up to four
-    activation rows use each weight vector as soon as it is decoded; more use rows decoded into
-    `scratch`.
+    first, last, scratch (room for two decoded rows, or two rows' scales), tables. Strides are in
+    bytes. Up to four activation rows use each weight vector as soon as it is decoded; more use rows
+    decoded into `scratch`.
     """
     weights, stride, k, x, x_stride, count, y, y_stride, first, last, scratch, tables = arguments
-    plain = BY_KIND[0]
     vectors = b.lshr(k, I64(4))
-    rows = Rows(x, x_stride, count, y, y_stride, vectors, tables)
+    rows = Rows(x, x_stride, count, y, y_stride, vectors)
 
     def buffered(size: int, n: Value) -> None:
         n = b.add(first, n)
         decoded = []
         for i in range(size):
             row = b.add(weights, b.mul(b.add(n, I64(i)), stride))
-            if form is not plain:
+            if form is not PLAIN:
                 buffer = b.add(scratch, b.mul(b.shl(vectors, I64(6)), I64(i)))
                 b.call(decoder(b, form, target), (row, buffer, vectors, tables))
                 row = buffer
             decoded.append(row)
-        rows.times(b, plain, target, decoded, n)
+        rows.times(b, target, decoded, n)
 
     many = b.icmp_signed(">", count, I64(ROWS))
     with b.if_then(many):
@@ -210,9 +230,15 @@ def emit_product(b: Builder, form: Format, target: Target, arguments: Sequence[V
             def fused(columns: int, n: Value, size: int = size) -> None:
                 n = b.add(first, n)
                 starts = [b.add(weights, b.mul(b.add(n, I64(i)), stride)) for i in range(columns)]
+                scales = [scratch] * columns
+                if form.scale is not None:
+                    room = b.mul(vectors, I64(LANES * 4 * form.factors // form.weights))
+                    scales = [b.add(scratch, b.mul(room, I64(i))) for i in range(columns)]
+                    for start, place in zip(starts, scales, strict=True):
+                        b.call(scaler(b, form, target), (start, place, vectors))
                 out = b.add(y, b.shl(n, I64(2)))
                 made = tile(b, form, target, columns, size)
-                b.call(made, (*starts, x, x_stride, out, y_stride, vectors, tables))
+                b.call(made, (*starts, *scales, x, x_stride, out, y_stride, vectors, tables))
 
             groups(b, b.sub(last, first), columns_together(form, target, size), fused)
 
@@ -236,11 +262,11 @@ def emit_scores(b: Builder, target: Target, arguments: Sequence[Value]) -> None:
     Arguments (i64): the address list, the number of rows, k, x, its stride, m, y, its stride.
     """
     listed, length, k, x, x_stride, count, y, y_stride = arguments
-    rows = Rows(x, x_stride, count, y, y_stride, b.lshr(k, I64(4)), I64(0))
+    rows = Rows(x, x_stride, count, y, y_stride, b.lshr(k, I64(4)))
 
     def run(size: int, n: Value) -> None:
         at = b.add(listed, b.shl(n, I64(3)))
-        rows.times(b, BY_KIND[0], target, [load(b, at, I64, 8 * i) for i in range(size)], n)
+        rows.times(b, target, [load(b, at, I64, 8 * i) for i in range(size)], n)
 
     groups(b, length, COLUMNS, run)
 
