@@ -14,7 +14,17 @@ import numpy as np
 import torch
 
 from ds4flow.errors import NOT_FINITE, NumericsError, UsageError, near_match
-from ds4flow.kernels.cpu import attention, experts, hyper, layout, products, rows, stack, threads
+from ds4flow.kernels.cpu import (
+    attention,
+    experts,
+    hyper,
+    layout,
+    products,
+    rows,
+    stack,
+    threads,
+    tiles,
+)
 from ds4flow.kernels.cpu.formats import FORMATS, lookup_tables
 from ds4flow.kernels.cpu.library import cache_folder, library, log
 from ds4flow.kernels.cpu.records import Records, address, put, put_float, record
@@ -161,8 +171,17 @@ class CpuKernels:
     def prepare(self, weights: Sequence[QTensor]) -> None:
         """Compile what these weights need (kept on disk) and make their records."""
         before, seconds = library.compiled, library.seconds
-        for operation in OPERATIONS:
+        told = False
+        for number, operation in enumerate(OPERATIONS, 1):
             library.address(operation)
+            if library.compiled > before:  # ten seconds of silence would look like a hang
+                told = True
+                line = (
+                    f"compiling the CPU kernels for this machine, once: {number}/{len(OPERATIONS)}"
+                )
+                print(f"\r{line}", end="", file=sys.stderr, flush=True)
+        if told:
+            print(file=sys.stderr)
         for weight in weights:
             self._records.matrices(weight)
         if library.compiled > before:
@@ -201,7 +220,7 @@ class CpuKernels:
             size = m * (3 * widest + 64 * (c.experts_used + c.groups + 1))
             self._rounded = self._room(self._rounded, size + SPARE, layout.CONTEXT_ROUNDED)
         each = max(
-            8 * self._records.most_columns,
+            4 * tiles.DECODED * self._records.most_columns,
             4 * attention.HEADS_TOGETHER * (keys + 17),
             attention.KEYS_TOGETHER * (4 * c.index_heads + 8),
         )
