@@ -6,6 +6,7 @@ because every output element is computed in one fixed order from its own row.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
