@@ -32,7 +32,7 @@ from ds4flow.kernels.cpu.emit import (
 from ds4flow.kernels.cpu.formats import BY_KIND, Format, Target
 
 ROWS = 4  # activation rows of the largest tile
-COLUMNS = 2  # weight rows of a tile over decoded rows
+DECODED = 3  # most decoded weight rows of a tile
 CHAINS = 2  # partial sums of an output element
 VOID = ir.VoidType()
 PLAIN = BY_KIND[0]  # float32
@@ -201,9 +201,9 @@ def emit_product(b: Builder, form: Format, target: Target, arguments: Sequence[V
     """Output columns `first .. last-1` of `y [m, n] = x [m, k] @ weights.T`.
 
     Arguments (i64): weights and their row stride, k, x, its row stride, m, y, its row stride,
-    first, last, scratch (room for two decoded rows, or two rows' scales), tables. Strides are in
-    bytes. Up to four activation rows use each weight vector as soon as it is decoded; more use rows
-    decoded into `scratch`.
+    first, last, scratch (room for DECODED decoded rows, or for the scales of four), tables. Strides
+    are in bytes. Up to four activation rows use each weight vector as soon as it is decoded; more
+    use rows decoded into `scratch`.
     """
     weights, stride, k, x, x_stride, count, y, y_stride, first, last, scratch, tables = arguments
     vectors = b.lshr(k, I64(4))
@@ -223,7 +223,7 @@ def emit_product(b: Builder, form: Format, target: Target, arguments: Sequence[V
 
     many = b.icmp_signed(">", count, I64(ROWS))
     with b.if_then(many):
-        groups(b, b.sub(last, first), COLUMNS, buffered)
+        groups(b, b.sub(last, first), decoded_together(target), buffered)
     for size in range(1, ROWS + 1):
         with b.if_then(b.icmp_signed("==", count, I64(size))):
 
@@ -241,6 +241,11 @@ def emit_product(b: Builder, form: Format, target: Target, arguments: Sequence[V
                 b.call(made, (*starts, *scales, x, x_stride, out, y_stride, vectors, tables))
 
             groups(b, b.sub(last, first), columns_together(form, target, size), fused)
+
+
+def decoded_together(target: Target) -> int:
+    """Decoded weight rows of a tile with ROWS activation rows, by the registers for its sums."""
+    return DECODED if target.wide else 1
 
 
 def columns_together(form: Format, target: Target, rows: int) -> int:
@@ -268,7 +273,7 @@ def emit_scores(b: Builder, target: Target, arguments: Sequence[Value]) -> None:
         at = b.add(listed, b.shl(n, I64(3)))
         rows.times(b, target, [load(b, at, I64, 8 * i) for i in range(size)], n)
 
-    groups(b, length, COLUMNS, run)
+    groups(b, length, decoded_together(target), run)
 
 
 def emit_blend(b: Builder, target: Target, arguments: Sequence[Value]) -> None:
