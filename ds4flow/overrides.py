@@ -69,6 +69,9 @@ def assemble(
     multirun: bool = False,
 ) -> Overrides:
     """Merge typed overrides, flags and variables; UsageError when two of them cannot both hold."""
+    for word in typed:
+        if not key_of(word):
+            raise UsageError(f"{word!r} names no key", "type KEY=VALUE")
     words = [literal(word, multirun=multirun) for word in typed]
     sources = {key_of(word): "cli" for word in words}
     for number, flag in enumerate(flags):

@@ -97,3 +97,9 @@ def test_a_variable_may_not_override_a_sweep() -> None:
 def test_two_prompts_are_refused() -> None:
     with pytest.raises(UsageError, match="prompt and prompt_file are both given"):
         assemble(["prompt_file=x"], [Flag("--prompt", "prompt", "y")], [])
+
+
+@pytest.mark.parametrize("word", ["", "=", "+=", "~", "=5", "++=x"])
+def test_a_word_without_a_key_is_refused(word: str) -> None:
+    with pytest.raises(UsageError, match="names no key"):
+        assemble([word], [], [])

@@ -12,7 +12,6 @@ import pytest
 from click.testing import CliRunner
 
 from ds4flow.cli import main
-from ds4flow.overrides import quoted
 
 DEPTHS = ("1", "2", "3", "4")
 
@@ -33,7 +32,7 @@ def asked_for() -> dict[str, Path]:
 def test_speculation_equals_greedy_on_the_users_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [f"{key}={quoted(str(path))}" for key, path in asked_for().items()]
+    words = [f"{key}={path}" for key, path in asked_for().items()]
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith("DS4_MTP_")]:
         monkeypatch.delenv(name)
