@@ -6,7 +6,6 @@ because every output element is computed in one fixed order from its own row.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +26,7 @@ from ds4flow.kernels.cpu import (
     tiles,
 )
 from ds4flow.kernels.cpu.formats import FORMATS, lookup_tables
-from ds4flow.kernels.cpu.library import cache_folder, library, log
+from ds4flow.kernels.cpu.library import library
 from ds4flow.kernels.cpu.records import Records, address, put, put_float, record
 from ds4flow.kernels.cpu.threads import pool
 from ds4flow.kernels.interface import CompressedRows, LayerRows
@@ -102,6 +101,7 @@ class CpuKernels:
         self.config = config
         self.profile = profile
         self.threads = threads if threads > 0 else torch.get_num_threads()
+        library.build(OPERATIONS)
         self._rounding = activations == "int8"
         self._records = Records(config, library, rounded=self._rounding)
         self._ropes: dict[int, tuple[Rope, np.ndarray, list[np.ndarray]]] = {}
@@ -171,27 +171,10 @@ class CpuKernels:
 
     def prepare(self, weights: Sequence[QTensor]) -> None:
         """Compile what these weights need (kept on disk) and make their records."""
-        before, seconds = library.compiled, library.seconds
-        told = False
-        for number, operation in enumerate(OPERATIONS, 1):
-            library.address(operation)
-            if library.compiled > before:  # ten seconds of silence would look like a hang
-                told = True
-                line = (
-                    f"compiling the CPU kernels for this machine, once: {number}/{len(OPERATIONS)}"
-                )
-                print(f"\r{line}", end="", file=sys.stderr, flush=True)
-        if told:
-            print(file=sys.stderr)
+        needed = {self._records.kernel(weight): None for weight in weights}
+        library.build(list(needed))
         for weight in weights:
             self._records.matrices(weight)
-        if library.compiled > before:
-            log.info(
-                "compiled %d CPU kernels in %.1f s; later starts load them from %s",
-                library.compiled - before,
-                library.seconds - seconds,
-                cache_folder(),
-            )
 
     # --- buffers and records ----------------------------------------------------------------------
 

@@ -88,6 +88,13 @@ def call(b: Builder, name: str, result: Any, arguments: Sequence[Value]) -> Valu
     return b.call(function, arguments)
 
 
+def prefetch(b: Builder, address: Value) -> None:
+    """Ask for a cache line; an address that is not mapped does nothing."""
+    pointer = b.inttoptr(address, I8.as_pointer())
+    arguments = (pointer, I32(0), I32(3), I32(1))  # for reading, into all caches, data
+    call(b, "llvm.prefetch.p0", ir.VoidType(), arguments)
+
+
 def suffix(kind: Any) -> str:
     """The type suffix of an overloaded LLVM intrinsic."""
     if isinstance(kind, ir.VectorType):

@@ -46,7 +46,7 @@ from ds4flow.kernels.cpu.formats import (
     q4_k_scales,
     unsigned,
 )
-from ds4flow.kernels.cpu.tiles import ROWS, function, groups
+from ds4flow.kernels.cpu.tiles import ROWS, fetch_ahead, function, groups
 
 CHUNK = 64  # codes of one step: two blocks of activations, 16 sums of four products
 V64 = vector(I8, CHUNK)
@@ -317,6 +317,7 @@ class _Tile:
 
         def run(index: Value, blocks: int) -> None:
             block = b.add(self.weights, b.mul(index, I64(2 * size)))
+            fetch_ahead(b, block, blocks * size)
             codes, scale = decode(b, block, self.tables, self.target)
             if blocks == 2:
                 more, other = decode(b, offset(b, block, size), self.tables, self.target)
@@ -341,6 +342,7 @@ class _Tile:
             less = Variables(b, kind, len(self.rows), constant(kind, 0.0))
         with loop(b, I64(0), b.lshr(self.k, I64(8))) as index:
             block = b.add(self.weights, b.mul(index, I64(self.form.size)))
+            fetch_ahead(b, block, self.form.size)
             minima, chunks = decode(b, block, self.tables, self.target)
             first = b.shl(index, I64(8))
             if less is not None and minima is not None:

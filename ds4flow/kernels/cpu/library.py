@@ -11,8 +11,9 @@ import hashlib
 import inspect
 import logging
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -91,9 +92,20 @@ class Library:
             self._compiled[function] = self._compile(function)
         return int(self._compiled[function].address)
 
-    def is_ready(self, function: Callable[..., int]) -> bool:
-        """Whether a kernel has been compiled or loaded by this process."""
-        return function in self._compiled
+    def build(self, functions: Sequence[Callable[..., int]]) -> None:
+        """Compile or load some kernels; says so on stderr once one had to be compiled.
+
+        A first start compiles for some seconds, and that much silence would look like a hang.
+        """
+        before, started = self.compiled, self.seconds
+        for number, function in enumerate(functions, 1):
+            self.address(function)
+            if self.compiled > before:
+                line = f"compiling CPU kernels for this machine, once: {number}/{len(functions)}"
+                print(f"\r{line}", end="", file=sys.stderr, flush=True)
+        if self.compiled > before:
+            took = f"{self.seconds - started:.0f} s, kept in {cache_folder()}"
+            print(f" ({took})", file=sys.stderr, flush=True)
 
     def _compile(self, function: Callable[..., int]) -> Any:
         arity = len(inspect.signature(function).parameters)

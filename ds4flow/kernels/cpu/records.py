@@ -6,7 +6,7 @@ A record keeps every tensor that it points to alive; records of weights are made
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,15 @@ class Records:
         self._kept.append(room)
         return address(room)
 
+    def kernel(self, weight: QTensor) -> Callable[..., int]:
+        """The product kernel of a weight's type; that of float32 where a copy will be kept."""
+        if self._takes_rounded(weight.type):
+            return ROUNDED_PRODUCTS[weight.type]
+        return PRODUCTS[weight.type if weight.type in PRODUCTS else "F32"]
+
+    def _takes_rounded(self, type_name: str) -> bool:
+        return self._rounded and type_name in ROUNDED_PRODUCTS
+
     def matrices(self, weight: QTensor, parts: int = 1) -> np.ndarray:
         """Records of a weight's `parts` blocks of rows, or of each matrix of a stack."""
         key = ("matrix", id(weight), parts)
@@ -96,9 +105,7 @@ class Records:
         item = data.element_size()
         step = (data.stride(0) if stacked else data.stride(0) * (rows // parts)) * item
         made = record(layout.MATRIX_SIZE * count)
-        rounded = self._rounded and stored.type in ROUNDED_PRODUCTS
-        known = ROUNDED_PRODUCTS if rounded else PRODUCTS
-        kernel = self._library.address(known[stored.type])
+        kernel = self._library.address(self.kernel(stored))
         for i in range(count):
             base = layout.MATRIX_SIZE * i
             put(made, base + layout.MATRIX_KERNEL, kernel)
@@ -106,7 +113,7 @@ class Records:
             put(made, base + layout.MATRIX_STRIDE, data.stride(-2) * item)
             put(made, base + layout.MATRIX_ROWS, rows if stacked else rows // parts)
             put(made, base + layout.MATRIX_COLUMNS, columns)
-            put(made, base + layout.MATRIX_ROUNDED, int(rounded))
+            put(made, base + layout.MATRIX_ROUNDED, int(self._takes_rounded(stored.type)))
         self.most_columns = max(self.most_columns, columns)
         return self._once(key, (weight, stored), made)
 
