@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 FLOORS = (
-    {"errors", "rundir", "origin", "metrics"},
+    {"errors", "rundir", "origin", "metrics", "runs"},
     {"model", "kernels", "device", "gguf", "gguf_header", "quants", "tokenizer", "chat"},
     {"speculate", "sampling", "depth", "diagnosis", "cache", "graph"},
     {"pipeline"},
