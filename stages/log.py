@@ -18,11 +18,14 @@ from ds4flow.diagnosis import Diagnosis, explain
 from ds4flow.errors import Ds4FlowError
 from ds4flow.metrics import DEFINITIONS, Costs, Counts, Probe
 from ds4flow.pipeline import Stage, State
+from ds4flow.tokenizer import Tokenizer
 
 
 @dataclass
 class Log(Stage):
-    """Writes output.txt and cycles.jsonl as the run goes on, tokens.json and summary.json last."""
+    """Writes output.txt and cycles.jsonl as the run goes on; at its end tokens.json, summary.json
+    and pieces.json, the text of every token id of the run, drafts included.
+    """
 
     stream: bool
     table: bool
@@ -35,6 +38,7 @@ class Log(Stage):
     diagnosis: Diagnosis = field(default_factory=Diagnosis, init=False)
     probe: Probe = field(default_factory=Probe, init=False)
     shown: int = field(default=0, init=False)
+    drafted: set[int] = field(default_factory=set, init=False)  # ids, for their text at the end
 
     reads = ("tokens", "tokenizer", "cache", "rows", "logits", "verdict", "committed", "drafts")
 
@@ -42,6 +46,7 @@ class Log(Stage):
         """Record one cycle."""
         self._show(state)
         record = self._record(state)
+        self.drafted.update(record["drafts"])
         state.run.append_json("cycles.jsonl", record)
         self.counts.add(
             drafted=record["drafted"],
@@ -129,6 +134,8 @@ class Log(Stage):
         state.run.record(
             identity=state.identity, finish_reason=state.done, draft_dead=summary["draft_dead"]
         )
+        pieces = _pieces(state.tokenizer, {*prompt, *output, *self.drafted})
+        state.run.write_json("pieces.json", pieces)
         for warning in self.counts.warnings():
             _say(f"note: {warning}")
         if summary["diagnosis"]:
@@ -162,6 +169,11 @@ class Log(Stage):
             "peak_memory_bytes": _peak_memory(),
             "definitions": DEFINITIONS,
         }
+
+
+def _pieces(tokenizer: Tokenizer, ids: set[int]) -> dict[int, str]:
+    """The text of each id; bytes that are not UTF-8 alone are lone surrogates, as Python does."""
+    return {id: tokenizer.token_bytes(id).decode(errors="surrogateescape") for id in sorted(ids)}
 
 
 def _abandon_stdout() -> None:

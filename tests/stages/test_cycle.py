@@ -390,3 +390,16 @@ def test_records_of_a_run(tmp_path: Path) -> None:
     assert tokens == {"prompt": list(PROMPT), "output": result.state.output}
     assert [t for cycle in result.cycles for t in cycle["tokens"]] == result.state.output
     assert {"draft", "verify", "commit"} <= set(result.cycles[0]["micros"])
+
+
+def test_the_text_of_every_token_is_kept_drafts_and_torn_characters_included(
+    tmp_path: Path,
+) -> None:
+    text = "ab\u00e9"  # the last character is two tokens
+    result = decode(tmp_path / "run", fake(reciting(text, len(PROMPT))), depth=2, right=never)
+    pieces = json.loads((tmp_path / "run" / "pieces.json").read_text())
+    drafted = {draft for cycle in result.cycles for draft in cycle["drafts"]}
+    assert drafted - set(result.state.output)
+    assert {int(id) for id in pieces} == {*PROMPT, *result.state.output, *drafted}
+    raw = "".join(pieces[str(id)] for id in result.state.output)
+    assert raw.encode(errors="surrogateescape") == text.encode()
