@@ -39,7 +39,14 @@ class TruncatedFileError(ModelFileError):
 
 
 class NumericsError(Ds4FlowError):
-    """NaN or Inf where a finite number must be; `what` names the layer, step and row."""
+    """NaN or Inf where a finite number must be; `what` names the place, `row` the row of the pass.
+
+    `row` is None where the rows of a pass are not told apart.
+    """
+
+    def __init__(self, what: str, fix: str = "", *, row: int | None = None) -> None:
+        super().__init__(what, fix)
+        self.row = row
 
 
 def near_match(name: str, known: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -40,10 +41,10 @@ class Verdict:
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Index of the largest entry over the last axis, the lowest index on ties (int64).
-
-    `torch.argmax` leaves ties open; comparing with the maximum does not.
-    """
+    """Index of the largest entry over the last axis, the lowest index on ties (int64)."""
+    if logits.device.type == "cpu":  # numpy takes the first of equals, in one pass
+        return torch.from_numpy(np.asarray(logits.numpy().argmax(-1)))
+    # `torch.argmax` leaves ties open; comparing with the maximum does not
     top = logits.amax(-1, keepdim=True)
     places = torch.arange(logits.shape[-1], device=logits.device)
     return torch.where(logits == top, places, logits.shape[-1]).amin(-1)
@@ -51,8 +52,13 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
 
 def top_gap(logits: torch.Tensor) -> float:
     """Largest minus second largest entry of `logits [V]`, 0 on a tie."""
-    first, second = torch.topk(logits, 2).values.tolist()
-    return float(first - second)
+    return _top_gap(logits.cpu().numpy())
+
+
+def _top_gap(row: np.ndarray) -> float:
+    best = int(row.argmax())
+    before, after = row[:best].max(initial=-np.inf), row[best + 1 :].max(initial=-np.inf)
+    return float(row[best]) - float(max(before, after))
 
 
 def verify(
@@ -66,14 +72,15 @@ def verify(
     if logits.shape[0] != len(drafts) + 1:
         raise ValueError(f"{logits.shape[0]} rows cannot verify {len(drafts)} drafts")
     exact = strict or margin >= 1.0
-    choices = argmax(logits).tolist()
-    gaps = tuple(top_gap(row) for row in logits)
+    rows = logits.cpu().numpy()
+    choices = rows.argmax(-1).tolist()  # the first of equals
+    gaps = tuple(_top_gap(row) for row in rows)
     ratios: list[float] = []
     relaxed = 0
     reason = "full" if drafts else "none"
     accepted = 0
     for j, draft in enumerate(drafts):
-        ratio = math.exp(float(logits[j, draft]) - float(logits[j, choices[j]]))
+        ratio = math.exp(float(rows[j, draft]) - float(rows[j, choices[j]]))
         ratios.append(ratio)
         if draft != choices[j]:
             if exact or ratio < margin:

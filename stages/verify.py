@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from ds4flow import speculate
-from ds4flow.errors import NOT_FINITE, NumericsError
+from ds4flow.errors import NumericsError
 from ds4flow.pipeline import Stage, State
 from ds4flow.sampling import Sampling, certain, verify_sampled
 
@@ -30,9 +28,11 @@ class Verify(Stage):
         """Run the pass; the cache rows are written, the cursor stays."""
         drafts = [] if self.probe else [draft.token for draft in state.drafts]
         state.rows = (state.next_token, *drafts)
-        state.streams = state.model.forward(state.rows, state.cache)
-        state.logits = state.model.logits(state.streams)
-        self._check(state.logits, state)
+        try:
+            state.streams = state.model.forward(state.rows, state.cache)
+            state.logits = state.model.logits(state.streams)
+        except NumericsError as error:
+            raise _placed(error, state) from None
         if state.sampling is not None:
             state.verdict = self._sampled(state, drafts, state.sampling)
             return
@@ -50,12 +50,10 @@ class Verify(Stage):
         first = state.cache.length + 1  # where the first draft stands
         return verify_sampled(state.logits, drafts, drawn[: len(drafts)], first, sampling)
 
-    def _check(self, logits: torch.Tensor, state: State) -> None:
-        finite = torch.isfinite(logits).all(-1)
-        if not bool(finite.all()):
-            row = int(torch.nonzero(~finite)[0])
-            raise NumericsError(
-                f"the target gave logits that are not finite in cycle {state.cycle}, row {row}, "
-                f"position {state.cache.length + row}",
-                NOT_FINITE,
-            )
+
+def _placed(error: NumericsError, state: State) -> NumericsError:
+    """The error with the cycle, and with the position of the row where the row is known."""
+    place = f"cycle {state.cycle}"
+    if error.row is not None:
+        place += f", row {error.row}, position {state.cache.length + error.row}"
+    return NumericsError(f"{error.what} ({place})", error.fix, row=error.row)

@@ -21,6 +21,7 @@ from ds4flow.stages.log import Log
 from ds4flow.stages.prefill import Prefill
 from ds4flow.stages.verify import Verify
 
+from ds4flow.model.head import check_logits
 from ds4flow.pipeline import Pipeline, Stage, State
 from ds4flow.rundir import RunDir
 from ds4flow.speculate import Draft
@@ -174,6 +175,7 @@ class FakeModel:
             context = self.contexts[int(key)]
             row[self.target(context)] = 4.0
             self.quirk(context, row)
+        check_logits(rows, "fake head")
         return rows
 
 

@@ -69,11 +69,31 @@ class Cache(Protocol):
         """Raise when `rows` rows from position `start` do not fit."""
 
 
+class Layers(Protocol):
+    """Several layers in one call, in the order of `ds4flow.model.layer`."""
+
+    def __call__(
+        self,
+        streams: torch.Tensor,
+        tokens: Sequence[int],
+        stacked: Sequence[tuple[LayerWeights, LayerRows, Rope]],
+        start: int,
+    ) -> torch.Tensor:
+        """Streams `[M, N, D]` after the layers; writes their cache rows of positions `start ..`.
+
+        Raises NumericsError naming the layer when a value is not finite.
+        """
+
+
 class Kernels(Protocol):
     """Fused operations. `start` is the absolute position of row 0; row i lies at `start + i`.
 
     M rows, N streams, D model width, H heads of d, Q query rank; all activations are float32.
     """
+
+    @property
+    def layers(self) -> Layers | None:
+        """What runs whole layers; None where a layer is put together from the operations below."""
 
     def prepare(self, weights: Sequence[QTensor]) -> None:
         """Make the weights ready (self-test of the shapes, packing); called once after loading."""

@@ -46,8 +46,8 @@ def layer_forward(
     start: int,
 ) -> torch.Tensor:
     """Streams `[M, N, D]` after one layer; writes its cache rows of positions `start ..`."""
-    whole = getattr(kernels, "layers", None)
-    if whole is not None:  # a backend that runs whole layers in one call, in the order below
+    whole = kernels.layers
+    if whole is not None:  # in the order below
         return whole(streams, tokens, [(layer, rows, rope)], start)
     x, post, comb = kernels.hc_pre(streams, layer.hc_attn, layer.attn_norm)
     block = attention(kernels, x, layer, rows, rope, start)

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ds4flow.errors import NOT_FINITE, NumericsError
 from ds4flow.kernels.interface import Cache, Kernels
 from ds4flow.model.config import ModelConfig
+from ds4flow.model.head import head_logits
 from ds4flow.model.layer import layer_forward
 from ds4flow.model.rope import Rope
 from ds4flow.model.weights import MtpWeights, TrunkWeights
@@ -94,14 +94,8 @@ class MtpBlock:
         out = layer_forward(
             self.kernels, joined, tokens, self.weights.layer, cache.mtp, self.rope, first
         )
-        head = self.weights.head
-        logits = self.kernels.linear(self.kernels.hc_head(out, head.hc, head.norm), self.output)
-        if not bool(torch.isfinite(logits).all()):
-            raise NumericsError(
-                f"the MTP block gave logits that are not finite at position {first}",
-                NOT_FINITE,
-            )
-        return logits, out
+        where = f"MTP block at position {first}"
+        return head_logits(self.kernels, out, self.weights.head, self.output, where), out
 
     def step(
         self, streams: torch.Tensor, token: int, position: int, cache: Cache

@@ -15,6 +15,7 @@ from ds4flow.gguf import GgufFile
 from ds4flow.kernels.interface import Cache, Kernels
 from ds4flow.kernels.reference import ReferenceKernels
 from ds4flow.model.config import ModelConfig
+from ds4flow.model.head import head_logits
 from ds4flow.model.layer import layer_forward
 from ds4flow.model.mtp import MtpBlock
 from ds4flow.model.profile import Profile, find_profile
@@ -156,8 +157,8 @@ class Model:
         cache.check_room(start, len(tokens))
         embedded = self.kernels.embed(self.weights.embed, tokens)
         streams = embedded[:, None, :].expand(-1, self.config.streams, -1).contiguous()
-        whole = getattr(self.kernels, "layers", None)
-        if whole is not None:  # a backend that runs all layers in one call, and checks them itself
+        whole = self.kernels.layers
+        if whole is not None:
             ropes = (self.rope(layer.ratio) for layer in self.weights.layers)
             stacked = list(zip(self.weights.layers, cache.layers, ropes, strict=True))
             return whole(streams, tokens, stacked, start)
@@ -177,20 +178,5 @@ class Model:
     @torch.inference_mode()
     def logits(self, streams: torch.Tensor) -> torch.Tensor:
         """Logits `[M, V]` of streams `[M, N, D]`; NumericsError when one is not finite."""
-        head = self.weights.head
-        logits = self.kernels.linear(
-            self.kernels.hc_head(streams, head.hc, head.norm), self.weights.output
-        )
-        check_logits(logits, "output head")
-        return logits
-
-
-def check_logits(logits: torch.Tensor, where: str) -> None:
-    """Raise NumericsError naming the first row of `logits [M, V]` that holds NaN or Inf."""
-    finite = torch.isfinite(logits).all(-1)
-    if not bool(finite.all()):
-        row = int(torch.nonzero(~finite)[0])
-        raise NumericsError(
-            f"the {where} gave logits that are not finite in row {row}",
-            NOT_FINITE,
-        )
+        weights = self.weights
+        return head_logits(self.kernels, streams, weights.head, weights.output, "output head")

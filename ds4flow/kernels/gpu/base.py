@@ -45,6 +45,8 @@ class KernelBase:
     `device` are for tests and tools.
     """
 
+    layers = None  # the operations of a layer are captured one by one
+
     def __init__(
         self,
         config: ModelConfig,
