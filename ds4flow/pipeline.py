@@ -69,6 +69,7 @@ class State:
     tokens: list[int] = UNSET  # committed: prompt and output
     prompt_length: int = 0
     next_token: int = UNSET
+    first_gap: float | None = None  # the target's top-2 logit gap where the prompt ends
     hidden: torch.Tensor = UNSET
     fresh: Fresh | None = None
     drafts: tuple[Draft, ...] = ()

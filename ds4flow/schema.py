@@ -15,6 +15,7 @@ from omegaconf import MISSING, OmegaConf
 
 PROFILES = ("official", "plain")
 CHATS = ("auto", "raw", "nothink", "think", "think-max")
+TRACES = ("off", "normal", "full")
 KERNELS = ("auto", "reference", "cpu", "cpu-int8")
 
 ROLES = ("setup", "cycle", "observe")
@@ -218,6 +219,7 @@ class Log(StageGroup):
     spec_log: bool = knob(link="mtp.spec_log")
     conf_log: bool = knob(link="mtp.conf_log")
     full_logits: bool = knob(link="mtp.full_logits")
+    trace: str = knob(link="trace")
 
 
 @dataclass
@@ -242,6 +244,7 @@ class Root:
     prompt: str = knob()
     prompt_file: str | None = knob()
     system: str = knob()
+    trace: str = knob(choices=TRACES)
 
 
 GROUPS: Mapping[str, type] = {

@@ -19,12 +19,15 @@ from ds4flow.errors import Ds4FlowError
 from ds4flow.metrics import DEFINITIONS, Costs, Counts, Probe
 from ds4flow.pipeline import Stage, State
 from ds4flow.tokenizer import Tokenizer
+from ds4flow.trace import Tracer, measure_costs
 
 
 @dataclass
 class Log(Stage):
     """Writes output.txt and cycles.jsonl as the run goes on; at its end tokens.json, summary.json
     and pieces.json, the text of every token id of the run, drafts included.
+
+    `trace` is off (no cycles.jsonl), normal, or full (what ds4flow whatif needs).
     """
 
     stream: bool
@@ -33,10 +36,12 @@ class Log(Stage):
     spec_log: bool
     conf_log: bool
     full_logits: bool
+    trace: str
     counts: Counts = field(default_factory=Counts, init=False)
     costs: Costs = field(default_factory=Costs, init=False)
     diagnosis: Diagnosis = field(default_factory=Diagnosis, init=False)
     probe: Probe = field(default_factory=Probe, init=False)
+    tracer: Tracer = field(default_factory=Tracer, init=False)
     shown: int = field(default=0, init=False)
     drafted: set[int] = field(default_factory=set, init=False)  # ids, for their text at the end
 
@@ -47,7 +52,10 @@ class Log(Stage):
         self._show(state)
         record = self._record(state)
         self.drafted.update(record["drafts"])
-        state.run.append_json("cycles.jsonl", record)
+        if self.trace == "full":
+            record["trace"] = self.tracer.record(state, record["position"])
+        if self.trace != "off":
+            state.run.append_json("cycles.jsonl", record)
         self.counts.add(
             drafted=record["drafted"],
             committed=len(state.committed),
@@ -134,7 +142,7 @@ class Log(Stage):
         state.run.record(
             identity=state.identity, finish_reason=state.done, draft_dead=summary["draft_dead"]
         )
-        pieces = _pieces(state.tokenizer, {*prompt, *output, *self.drafted})
+        pieces = _pieces(state.tokenizer, {*prompt, *output, *self.drafted, *self.tracer.ids})
         state.run.write_json("pieces.json", pieces)
         for warning in self.counts.warnings():
             _say(f"note: {warning}")
@@ -156,6 +164,7 @@ class Log(Stage):
             "finish_reason": state.done,
             "context_limit": state.cache.context,
             "identity": state.identity,
+            "first_gap": state.first_gap,
             "mtp_off": state.mtp_off or None,
             **self.counts.summary(),
             "diagnosis": self.diagnosis.summary(state.tokens) if self.counts.dead else None,
@@ -166,9 +175,20 @@ class Log(Stage):
             "prefill_tokens_per_second": state.prompt_length / prefill if prefill else None,
             "micros_by_stage": dict(state.total_micros),
             "break_even": self.costs.break_even(),
+            "trace": self._trace(state),
             "peak_memory_bytes": _peak_memory(),
             "definitions": DEFINITIONS,
         }
+
+    def _trace(self, state: State) -> dict[str, Any] | None:
+        """What tracing itself took, and what passes cost by width; only of a run that was traced.
+
+        A run that was stopped is not kept waiting for timed passes.
+        """
+        if self.trace != "full":
+            return None
+        costs = measure_costs(state) if state.done is not None else None
+        return {"micros": self.tracer.micros, "costs": costs}
 
 
 def _pieces(tokenizer: Tokenizer, ids: set[int]) -> dict[int, str]:

@@ -14,6 +14,7 @@ import torch
 
 from ds4flow.pipeline import Stage, State
 from ds4flow.sampling import next_token
+from ds4flow.speculate import top_gap
 
 
 @dataclass
@@ -29,7 +30,7 @@ class Prefill(Stage):
     progress_after: float
 
     reads = ("model", "tokenizer", "cache", "tokens")
-    writes = ("next_token", "hidden", "logits", "done", "prompt_length")
+    writes = ("next_token", "first_gap", "hidden", "logits", "done", "prompt_length")
 
     def run(self, state: State) -> None:
         """Set `next_token`, and `hidden` to the streams of the prompt's last token."""
@@ -38,6 +39,7 @@ class Prefill(Stage):
         state.prompt_length = len(state.tokens)
         state.logits = state.model.logits(streams[-1:])
         state.next_token = next_token(state.logits[-1], len(state.tokens), state.sampling)
+        state.first_gap = top_gap(state.logits[-1])
         if state.next_token == state.tokenizer.eos and not self.ignore_eos:
             state.done = "eos"
 

@@ -259,7 +259,7 @@ def decode(
     strict: bool = False,
     probe: bool = False,
     off: str = "",
-    log: dict[str, bool] | None = None,
+    log: dict[str, Any] | None = None,
     extra: dict[str, Stage] | None = None,
     cycle: Sequence[str] = (),
     **options: Any,
@@ -284,7 +284,7 @@ def decode(
         "verify": Verify(margin=margin, strict=strict, probe=probe),
         "commit": Commit(max_tokens=max_tokens, stop=list(stop), ignore_eos=ignore_eos),
         **(extra or {}),
-        "log": Log(**{**off_keys, **(log or {})}),
+        "log": Log(**{**off_keys, "trace": "normal", **(log or {})}),
     }
     state = State(run=run, prompt="prompt")
     pipeline = Pipeline(

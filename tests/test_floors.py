@@ -15,7 +15,7 @@ FLOORS = (
     {"errors", "rundir", "origin", "metrics", "runs"},
     {"model", "kernels", "device", "gguf", "gguf_header", "quants", "tokenizer", "chat"},
     {"speculate", "sampling", "depth", "diagnosis", "cache", "graph"},
-    {"pipeline"},
+    {"pipeline", "trace"},
     {"stages"},
     {
         "schema",

@@ -1,0 +1,147 @@
+"""What `trace=full` keeps of a cycle, and what passes of each width cost: the stuff of what-if.
+
+It reads logits that are there anyway and runs nothing while the text is generated.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from ds4flow.pipeline import State
+from ds4flow.speculate import argmax, verify
+
+REPEATS = 5
+"""Rounds of timed passes; every round times each width once, so that a slow moment hits all."""
+
+
+class Waiting(NamedTuple):
+    """Drafts of a probe, whose fate later cycles decide; the first stands at `first`."""
+
+    first: int
+    tokens: tuple[int, ...]
+
+
+@dataclass
+class Tracer:
+    """Makes one record a cycle; of a probe also how later rows judge its unused drafts."""
+
+    waiting: list[Waiting] = field(default_factory=list)
+    micros: int = 0  # spent on tracing, in all
+    ids: set[int] = field(default_factory=set)  # of runners-up, for their text
+
+    def record(self, state: State, position: int) -> dict[str, Any]:
+        """What `trace=full` adds to the line of the cycle that began at `position`.
+
+        `choices[j]` and `runners[j]` are the target's best and second token of row j, which decides
+        position + j + 1. `draft_ratios[j]` is `p_target(draft j) / p_target(argmax)` of every draft
+        in the pass; behind a wrong draft that is the target's view of a text that was not kept.
+        `draft_runners[j]` is the drafter's second token. `late` holds `[depth, ratio]` of a probe's
+        drafts for position + 1, made in the cycle at position + 1 - depth, as long as all drafts
+        before them were right.
+        """
+        start = time.perf_counter_ns()
+        choices = argmax(state.logits).tolist()
+        runners = _runners_up(state.logits, choices)
+        draft_runners: list[int] = []
+        if state.draft_logits:
+            drafter_rows = torch.stack(tuple(state.draft_logits))
+            draft_runners = _runners_up(drafter_rows, [draft.token for draft in state.drafts])
+        in_pass = state.rows[1:]
+        found = {
+            "choices": choices,
+            "runners": runners,
+            "draft_ratios": [
+                _ratio(row, token, choice)
+                for row, token, choice in zip(state.logits, in_pass, choices, strict=False)
+            ],
+            "draft_runners": draft_runners,
+            "late": [] if in_pass else self._late(state, position + 1, choices[0]),
+        }
+        self.ids.update(choices, runners, draft_runners)
+        self.micros += (time.perf_counter_ns() - start) // 1000
+        return found
+
+    def _late(self, state: State, position: int, choice: int) -> list[tuple[int, float]]:
+        """Judge every unused draft for `position`; where one is wrong, those behind it are moot."""
+        tokens = tuple(draft.token for draft in state.drafts)
+        found, kept = [], []
+        for one in (*self.waiting, Waiting(position, tokens)):
+            place = position - one.first
+            if place >= len(one.tokens):
+                continue
+            found.append((place + 1, _ratio(state.logits[0], one.tokens[place], choice)))
+            if one.tokens[place] == choice:
+                kept.append(one)
+        self.waiting = kept
+        return found
+
+
+def _ratio(logits: torch.Tensor, token: int, choice: int) -> float:
+    return math.exp(float(logits[token]) - float(logits[choice]))
+
+
+def _runners_up(logits: torch.Tensor, best: Sequence[int]) -> list[int]:
+    """The second token of each row of `logits [M, V]`, beside the `best` one."""
+    pairs = torch.topk(logits, 2).indices.tolist()
+    return [
+        second if first == top else first for (first, second), top in zip(pairs, best, strict=True)
+    ]
+
+
+def measure_costs(state: State) -> dict[str, Any] | None:
+    """Time verify passes of each width, and refreshes of the MTP block's rows, where the run ended.
+
+    Returns microseconds: `verify_micros_by_width` (list from width 1, the verdict included) and
+    `refresh_micros_by_rows` (list from 1 row; empty without an MTP block). The passes write rows
+    behind the cursor only, which nothing sees. None when the context has no room for a pass.
+    """
+    cache, model = state.cache, state.model
+    widest = min(cache.draft_max + 1, cache.context - cache.length)
+    if widest < 1:
+        return None
+    widths = range(1, widest + 1)
+    passes = {width: _pass(state, width) for width in widths}
+    refreshes = {width: _refresh(state, width) for width in widths} if model.mtp is not None else {}
+    return {
+        "verify_micros_by_width": _times(passes.values()),
+        "refresh_micros_by_rows": _times(refreshes.values()),
+    }
+
+
+def _pass(state: State, width: int) -> Callable[[], object]:
+    tokens = [state.next_token] * width
+
+    def run() -> object:
+        logits = state.model.logits(state.model.forward(tokens, state.cache))
+        return bool(torch.isfinite(logits).all()), verify(logits, tokens[1:])
+
+    return run
+
+
+def _refresh(state: State, rows: int) -> Callable[[], object]:
+    streams = state.hidden[None].expand(rows, *state.hidden.shape).contiguous()
+    tokens = [state.next_token] * rows
+    block = state.model.mtp
+    assert block is not None
+    return lambda: block.warm(streams, tokens, state.cache.length, state.cache)
+
+
+def _times(actions: Iterable[Callable[[], object]]) -> list[float]:
+    """Median microseconds of each action over the rounds."""
+    actions = list(actions)
+    taken: list[list[int]] = [[] for _ in actions]
+    for action in actions:  # caches and kernels warm up untimed
+        action()
+    for _ in range(REPEATS):
+        for times, action in zip(taken, actions, strict=True):
+            start = time.perf_counter_ns()
+            action()
+            times.append(time.perf_counter_ns() - start)
+    return [median(times) / 1000 for times in taken]
