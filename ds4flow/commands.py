@@ -177,4 +177,29 @@ def bench(**options: Any) -> None:
     sys.exit(bench_command(BenchOptions(settings=settings, **options)))
 
 
-COMMANDS = (bench, download, inspect, synth, verify)
+@click.command("report")
+@click.argument("word", metavar="RUN|SWEEP", default="latest")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="The page.  [report.html in the run directory]",
+)
+@click.option(
+    "--plots",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Write the charts as PNG and SVG too; needs ds4flow[report].",
+)
+def report(word: str, output: Path | None, plots: Path | None) -> None:
+    """Write one HTML page about a run or a sweep; it opens offline.
+
+    RUN is a path, latest, NAME, NNNN or NAME/NNNN.
+    """
+    from ds4flow.report.command import report_command
+
+    click.echo(report_command(word, output, plots))
+
+
+COMMANDS = (bench, download, inspect, report, synth, verify)

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 DEFINITIONS = {
+    "output_tokens": "committed tokens after the prompt",
     "cycles": "verify passes, those without drafts included",
     "num_spec_steps": "verify passes with at least one draft",
     "num_draft_tokens": "drafts that were verified",
@@ -17,7 +18,12 @@ DEFINITIONS = {
     "mean_acceptance_length": "output tokens / cycles, so t0 is included",
     "acceptance_histogram": "cycles by accepted drafts; sum((k + 1) * count) is the output length",
     "accepted_per_position": "of the drafts verified at depth 1, 2, ..: share that was committed",
+    "accepted_per_cycle": "num_accepted_draft_tokens / cycles",
     "relaxed_accepts": "committed drafts that were not the target's most likely token",
+    "decode_seconds": "wall time of all cycles, observers included and prefill not",
+    "tokens_per_second": "output tokens / decode_seconds",
+    "prefill_tokens_per_second": "prompt tokens / prefill_seconds",
+    "peak_memory_bytes": "largest resident memory of the process",
 }
 
 DEAD_AFTER = 64
@@ -142,14 +148,19 @@ class Costs:
             "plain_micros": plain,
             "drafting_micros": drafting,
             "tokens_needed": needed,
-            "acceptance": _acceptance_for(needed, depth),
+            "acceptance": acceptance_for(needed, depth),
         }
 
 
-def _acceptance_for(tokens: float, depth: int) -> float | None:
-    """The a with `1 + a + .. + a**depth == tokens`, by bisection; None if no a up to 1 has it."""
+def acceptance_for(tokens: float, depth: int) -> float | None:
+    """The acceptance a per draft at which `1 + a + .. + a**depth == tokens`, by bisection.
+
+    0 for a token or less; None if no a up to 1 gives so many tokens.
+    """
     if tokens > depth + 1:
         return None
+    if tokens <= 1:
+        return 0.0
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2

@@ -28,7 +28,7 @@ FLOORS = (
         "provenance",
         "wiring",
     },
-    {"cli", "completion", "execute", "__main__"},
+    {"cli", "completion", "execute", "report", "__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
 # Floor 5 composes configs and floor 6 takes commands; torch may not be waited for before a run.

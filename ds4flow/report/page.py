@@ -1,0 +1,342 @@
+"""A run as one HTML page that opens offline: everything it needs is inside.
+
+Whatever a prompt or a model wrote is shown as text, never taken for markup.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import resources
+from typing import Any
+
+from ds4flow import __version__
+from ds4flow.metrics import DEFINITIONS
+from ds4flow.overrides import PROVENANCE, key_of
+from ds4flow.report.figure import NAMES, Figure
+from ds4flow.report.figures import DECODING, Totals, micros_of, run_figures
+from ds4flow.report.svg import draw
+from ds4flow.report.tokens import COMMITTED, KINDS, Token, pieces_of, tokens_of
+from ds4flow.runs.record import PROMPTS, ROOT, Run, label, natural
+
+TILES = (
+    ("tokens_per_second", "tokens/s", ".1f"),
+    ("draft_acceptance_rate", "drafts accepted", ".1%"),
+    ("mean_acceptance_length", "tokens a cycle", ".2f"),
+    ("output_tokens", "output tokens", ",d"),
+    ("cycles", "cycles", ",d"),
+    ("decode_seconds", "seconds decoding", ".3g"),
+)
+"""The numbers at the top of a page: key of the summary, words, format."""
+
+_ELSEWHERE = (
+    *("definitions", "acceptance_histogram", "accepted_per_position", "break_even"),
+    *("micros_by_stage", "prompts", "categories"),
+)
+_CONTROLS = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
+
+
+@dataclass(frozen=True)
+class Part:
+    """The text of a run, or of one prompt of a set, as the page shows it."""
+
+    title: str
+    prompt: str
+    prompt_tokens: int
+    text: str
+    tokens: Sequence[Token]
+    cycles: Sequence[Mapping[str, Any]]
+    pieces: Mapping[int, bytes]
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What the details of its tokens are made of, short; times in microseconds."""
+        kinds = list(KINDS)
+        numbers = {cycle.get("cycle"): index for index, cycle in enumerate(self.cycles)}
+        named = {id for token in self.tokens for id in _alternatives(token) if id is not None}
+        return {
+            "pieces": {
+                id: visible(self.pieces[id].decode(errors="replace"))
+                for id in named
+                if id in self.pieces
+            },
+            "tokens": [
+                [
+                    kinds.index(token.kind),
+                    token.id,
+                    token.position,
+                    token.depth,
+                    *map(_short, (token.gap, token.draft_gap, token.ratio)),
+                    numbers[token.cycle],
+                    *_alternatives(token),
+                ]
+                for token in self.tokens
+            ],
+            "cycles": [
+                [
+                    cycle.get("cycle"),
+                    sum((cycle.get("micros") or {}).values()),
+                    *(micros_of(cycle, phase) for phase in DECODING),
+                    len(cycle.get("tokens", ())),
+                    cycle.get("drafted", 0),
+                    cycle.get("reason", ""),
+                    cycle.get("draft_end", ""),
+                ]
+                for cycle in self.cycles
+            ],
+        }
+
+
+def run_page(run: Run) -> str:
+    """The page of one run, whatever became of it: running, complete, failed or interrupted."""
+    parts = list(_parts(run))
+    cycles = [cycle for part in parts for cycle in part.cycles]
+    summary, counted = _summary(run, cycles)
+    return render(
+        "run.html.j2",
+        title=label(run.path, ROOT),
+        run=run,
+        status=run.status,
+        ending=_ending(run, summary),
+        identity=_identity(run, summary),
+        notes=_notes(run, counted=counted),
+        tiles=[
+            (words, _formatted(summary.get(key), form), DEFINITIONS.get(key, ""))
+            for key, words, form in TILES
+        ],
+        summary=list(_summary_rows(run, summary)),
+        parts=parts,
+        kinds=KINDS,
+        shown_kinds=[
+            kind for kind in KINDS if any(token.kind == kind for p in parts for token in p.tokens)
+        ],
+        committed=COMMITTED,
+        data={
+            "parts": [part.data for part in parts],
+            "kinds": list(KINDS.items()),
+            "sampled": run.facts.get("identity") == "sampled",
+        },
+        figures=figures_of(run_figures(cycles, parts=len(parts))),
+        stages=_stage_rows(summary),
+        config=config_rows(run),
+        command=command_of(run),
+        facts=list(_facts(run)),
+    )
+
+
+def render(template: str, **values: Any) -> str:
+    """Fill a template; every value is escaped, and the page may run its own script only."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("ds4flow.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["visible"] = visible
+    folder = resources.files("ds4flow.report") / "templates"
+    script = (folder / "page.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return environment.get_template(template).render(
+        names=NAMES,
+        script=script,
+        script_hash=f"sha256-{digest}",
+        style=(folder / "page.css").read_text(encoding="utf-8"),
+        version=__version__,
+        made=datetime.now(UTC).isoformat(timespec="seconds"),
+        **values,
+    )
+
+
+def visible(text: str) -> str:
+    """Text with its control characters as pictures, so that a browser shows what is there."""
+    return text.translate(_CONTROLS)
+
+
+def figures_of(figures: Sequence[Figure]) -> list[dict[str, Any]]:
+    """Figures as the template takes them."""
+    return [{"figure": figure, "svg": "" if figure.missing else draw(figure)} for figure in figures]
+
+
+def _parts(run: Run) -> Iterator[Part]:
+    """The run itself, or each prompt of its set."""
+    if not (run.path / PROMPTS).is_file():
+        yield _part(run, "")
+        return
+    folders = [
+        path for path in run.path.iterdir() if path.is_dir() and (path / "prompt.txt").is_file()
+    ]
+    for folder in sorted(folders, key=natural):
+        yield _part(Run.open(folder), folder.name)
+
+
+def _part(run: Run, title: str) -> Part:
+    cycles, pieces = list(run.cycles()), pieces_of(run)
+    sampled = run.facts.get("identity") == "sampled"
+    return Part(
+        title=title,
+        prompt=run.prompt,
+        prompt_tokens=len(run.prompt_tokens),
+        text=run.text,
+        tokens=tokens_of(cycles, pieces, sampled=sampled, first_gap=run.summary.get("first_gap")),
+        cycles=cycles,
+        pieces=pieces,
+    )
+
+
+def _summary(run: Run, cycles: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], bool]:
+    """What the run recorded, or else what its cycles tell; and whether it is the latter."""
+    if run.summary or not cycles:
+        return run.summary, False
+    totals = Totals.of(cycles)
+    seconds = sum(sum((cycle.get("micros") or {}).values()) for cycle in cycles) / 1e6
+    return {
+        "output_tokens": totals.counts.output,
+        **totals.counts.summary(),
+        "decode_seconds": seconds,
+        "tokens_per_second": totals.counts.output / seconds if seconds else None,
+    }, True
+
+
+def _ending(run: Run, summary: Mapping[str, Any]) -> str:
+    """How the run ended, in words."""
+    reasons = {
+        "eos": "the model ended the text",
+        "stop": "a stop text was produced",
+        "limit": "the limit of tokens was reached",
+        "context": "the context was full",
+    }
+    reason = summary.get("finish_reason") or run.facts.get("finish_reason")
+    words = {
+        "complete": f"Complete: {reasons.get(str(reason), reason)}." if reason else "Complete.",
+        "running": "Still running when this page was made; what is on disk so far is shown.",
+        "failed": "Failed.",
+        "interrupted": "Interrupted; what was produced until then is shown.",
+        "killed": "Its process is gone without recording an end; what reached the disk is shown.",
+    }
+    return words.get(run.status, "It is not recorded how it ended.")
+
+
+def _identity(run: Run, summary: Mapping[str, Any]) -> dict[str, str]:
+    """The badge that says whether the text is that of plain greedy decoding."""
+    kind = str(run.facts.get("identity", "exact"))
+    lossy = summary.get("relaxed_accepts")
+    words = {
+        "exact": "The text is bit for bit that of plain greedy decoding.",
+        "relaxed": f"{'Some' if lossy is None else lossy} accepted tokens were not the target's "
+        "own choice; the text may differ from greedy decoding.",
+        "sampled": "The text was sampled; drafts do not change its distribution.",
+    }
+    text = f"relaxed, {lossy} lossy" if kind == "relaxed" and lossy is not None else kind
+    return {"kind": kind, "text": text, "words": words.get(kind, "")}
+
+
+def _notes(run: Run, *, counted: bool) -> list[str]:
+    """What a reader must know before believing the page."""
+    notes = []
+    if run.facts.get("error"):
+        notes.append(str(run.facts["error"]))
+    if run.facts.get("mtp_off"):
+        notes.append(f"MTP was off: {run.facts['mtp_off']}")
+    if run.summary.get("draft_dead"):
+        notes.append("Not one draft was accepted: the drafter does not fit the target.")
+    if counted:
+        notes.append(
+            "The run did not write its summary; the numbers here are counted from its cycles."
+        )
+    if (run.facts.get("git") or {}).get("dirty"):
+        notes.append(
+            "It ran from a source tree with changes; source.patch in its directory has them."
+        )
+    return notes
+
+
+def _summary_rows(run: Run, summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Name, value and definition of every number that no figure shows."""
+    definitions = {**DEFINITIONS, **(run.summary.get("definitions") or {})}
+    for key, value in summary.items():
+        if key in _ELSEWHERE or value is None or value == {} or value == []:
+            continue
+        items = value.items() if isinstance(value, dict) else [("", value)]
+        for name, item in items:
+            full = f"{key}.{name}" if name else key
+            yield full, _plain(item), str(definitions.get(full, ""))
+
+
+def _stage_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    micros = summary.get("micros_by_stage") or {}
+    whole = sum(micros.values()) or 1
+    return [
+        (name, f"{value / 1000:,.1f}", f"{value / whole:.1%}") for name, value in micros.items()
+    ]
+
+
+def config_rows(run: Run) -> list[dict[str, Any]]:
+    """Every key with its value, where it came from, and the class of its badge."""
+    return [
+        {"key": key, "value": _plain(value), "origin": origin, "kind": _origin_kind(origin)}
+        for key, value in run.config.items()
+        for origin in [run.origins.get(key, "")]
+    ]
+
+
+def _origin_kind(origin: str) -> str:
+    word = origin.partition(" ")[0]
+    return {"flag": "cli"}.get(
+        word, word if word in ("cli", "env", "group", "preset") else "default"
+    )
+
+
+def command_of(run: Run) -> str:
+    """What was typed, as it can be typed again."""
+    words = [str(word) for word in run.facts.get("command") or ()]
+    typed = [word for word in words[1:] if key_of(word) != PROVENANCE]
+    return shlex.join([*words[:1], "run", *typed]) if words else ""
+
+
+def _facts(run: Run) -> Iterator[tuple[str, str]]:
+    """Machine, code and files that made the run."""
+    facts = run.facts
+    yield "directory", str(run.path)
+    for name in ("started", "ended", "seconds", "host", "kernels", "threads", "context_limit"):
+        if facts.get(name) is not None:
+            yield name, _plain(facts[name])
+    for group in ("machine", "git", "versions"):
+        for name, value in (facts.get(group) or {}).items():
+            yield f"{group}: {name}", _plain(value)
+    for name, file in (facts.get("files") or {}).items():
+        if isinstance(file, dict):
+            yield f"file {name}", _plain(file.get("path"))
+            yield f"file {name}: sha256", _plain(file.get("sha256"))
+    if facts.get("prompt_set"):
+        yield "prompt set", _plain(facts["prompt_set"])
+
+
+def _alternatives(token: Token) -> tuple[int | None, int | None, int | None]:
+    """What the target and the drafter thought of beside a token; its own id says nothing new."""
+    choice = None if token.choice == token.id else token.choice
+    return choice, token.runner, token.draft_runner
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, int):
+        return f"{value}"
+    return visible(str(value))
+
+
+def _formatted(value: Any, form: str) -> str:
+    return format(value, form) if isinstance(value, int | float) else "-"
