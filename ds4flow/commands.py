@@ -12,6 +12,8 @@ from typing import Any
 
 import click
 
+from ds4flow.runs.group import runs
+
 TARGETS = {
     "mtp": ("flash-q2", True),
     "q2": ("flash-q2", False),
@@ -202,4 +204,4 @@ def report(word: str, output: Path | None, plots: Path | None) -> None:
     click.echo(report_command(word, output, plots))
 
 
-COMMANDS = (bench, download, inspect, report, synth, verify)
+COMMANDS = (bench, download, inspect, report, runs, synth, verify)

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -100,6 +100,16 @@ class Run:
         """The prompt text."""
         return _read_text(self.path / "prompt.txt")
 
+    @cached_property
+    def pieces(self) -> dict[int, str]:
+        """The text of every token id of the run; lone surrogates are bytes of split characters."""
+        return {int(id): text for id, text in _read_json(self.path / "pieces.json").items()}
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of `tokens` by `pieces`; an id without a piece is shown as <id>."""
+        text = "".join(self.pieces.get(token, f"<{token}>") for token in tokens)
+        return text.encode(errors="surrogateescape").decode(errors="replace")
+
     def cycles(self) -> Iterator[dict[str, Any]]:
         """The lines of cycles.jsonl in order; a last line that was cut is left out.
 
@@ -170,10 +180,8 @@ def resolve_run(word: str | Path, root: str | Path = ROOT, *, sweeps: bool = Fal
         if below:
             newest = max(below, key=_started)
             return newest.parent if sweeps and (newest.parent / SWEEP).is_file() else newest
-    name, _, number = word.rpartition("/")
-    places = [path for path in _numbered(runs, root) if _same_number(path.name, number)]
-    if name:
-        places = [path for path in places if path.parent == root / name]
+    parts = Path(word).parts
+    places = [path for path in _numbered(runs) if _is_named(path.relative_to(root).parts, parts)]
     if len(places) == 1:
         return _chosen(places[0], word, sweeps=sweeps)
     known = [label(run, root) for run in runs]
@@ -219,14 +227,23 @@ def _chosen(path: Path, word: str, *, sweeps: bool) -> Path:
     raise UsageError(f"{word} is a sweep, not a run", f"name one of its jobs: {word}/{{{jobs}}}")
 
 
-def _numbered(runs: list[Path], root: Path) -> list[Path]:
+def _numbered(runs: list[Path]) -> list[Path]:
     """Numbered directories: runs, and the sweeps that hold runs."""
-    places = {run.parent if (run.parent / SWEEP).is_file() else run: None for run in runs}
-    return [path for path in places if path.name.isdecimal()]
+    sweeps = {run.parent: None for run in runs if (run.parent / SWEEP).is_file()}
+    return [path for path in (*runs, *sweeps) if path.name.isdecimal()]
 
 
-def _same_number(name: str, typed: str) -> bool:
-    return typed.isdecimal() and int(name) == int(typed)
+def _is_named(parts: Sequence[str], typed: Sequence[str]) -> bool:
+    """Whether `typed` is a run's name, with numbers written as one likes.
+
+    A number alone names the run or sweep of any NAME, but no job of a sweep.
+    """
+    if len(typed) == 1:
+        parts = parts[-1:] if len(parts) == 2 else ()
+    return len(parts) == len(typed) and all(
+        part == word or (part.isdecimal() and word.isdecimal() and int(part) == int(word))
+        for part, word in zip(parts, typed, strict=True)
+    )
 
 
 def _started(path: Path) -> tuple[str, Any]:
