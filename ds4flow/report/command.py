@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from ds4flow.errors import Ds4FlowError
-from ds4flow.report.page import run_page
+from ds4flow.report.page import figures_of_run, run_page
 from ds4flow.runs.record import ROOT, Run, resolve_run
 
 PAGE = "report.html"
@@ -19,8 +19,13 @@ def report_command(word: str, output: Path | None, plots: Path | None) -> Path:
     images.
     """
     path = resolve_run(word, ROOT, sweeps=True)
-    page = run_page(Run.open(path))
+    run = Run.open(path)
     target = output or path / PAGE
+    page = run_page(run)
+    if plots is not None:
+        from ds4flow.report.plots import write_plots
+
+        write_plots(figures_of_run(run), plots)
     try:
         _write(target, page)
     except OSError as error:

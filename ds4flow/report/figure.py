@@ -120,9 +120,10 @@ def ticks(low: float, high: float, *, about: int = 5, whole: bool = False) -> li
     """Round numbers from `low` to `high`, about so many."""
     rough = (high - low) / max(1, about)
     size = 10.0 ** math.floor(math.log10(rough))
-    step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= rough * 0.999)
+    factors = (1, 2, 5, 10) if whole else (1, 2, 2.5, 5, 10)
+    step = size * min(factors, key=lambda factor: abs(math.log(size * factor / rough)))
     if whole:
-        step = max(1.0, float(round(step)))
+        step = max(1.0, step)
     first = -(-low // step)
     count = int((high - first * step) / step + 1e-9) + 1
     return [round((first + index) * step, 12) for index in range(max(0, count))]

@@ -17,7 +17,7 @@ from typing import Any
 from ds4flow import __version__
 from ds4flow.metrics import DEFINITIONS
 from ds4flow.overrides import PROVENANCE, key_of
-from ds4flow.report.figure import NAMES, Figure
+from ds4flow.report.figure import NAMES, Chart, Figure
 from ds4flow.report.figures import DECODING, Totals, micros_of, run_figures
 from ds4flow.report.svg import draw
 from ds4flow.report.tokens import COMMITTED, KINDS, Token, pieces_of, tokens_of
@@ -120,12 +120,18 @@ def run_page(run: Run) -> str:
             "kinds": list(KINDS.items()),
             "sampled": run.facts.get("identity") == "sampled",
         },
-        figures=figures_of(run_figures(cycles, parts=len(parts))),
+        figures=drawn(run_figures(cycles, parts=len(parts))),
         stages=_stage_rows(summary),
         config=config_rows(run),
         command=command_of(run),
         facts=list(_facts(run)),
     )
+
+
+def figures_of_run(run: Run) -> list[Chart]:
+    """The figures of a run, as its page shows them."""
+    parts = list(_parts(run))
+    return run_figures([cycle for part in parts for cycle in part.cycles], parts=len(parts))
 
 
 def render(template: str, **values: Any) -> str:
@@ -159,7 +165,7 @@ def visible(text: str) -> str:
     return text.translate(_CONTROLS)
 
 
-def figures_of(figures: Sequence[Figure]) -> list[dict[str, Any]]:
+def drawn(figures: Sequence[Figure]) -> list[dict[str, Any]]:
     """Figures as the template takes them."""
     return [{"figure": figure, "svg": "" if figure.missing else draw(figure)} for figure in figures]
 

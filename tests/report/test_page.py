@@ -14,11 +14,8 @@ from click.testing import CliRunner, Result
 from ds4flow.cli import main
 from ds4flow.report.page import run_page
 from ds4flow.runs.record import Run
+from tests.report.conftest import FAKE, NASTY
 from tests.report.reading import Page, assert_alone
-
-ROOT = Path(__file__).parent.parent.parent
-FAKE = ("--config-dir", str(ROOT / "tests/data/conf"), "pipeline=fake", "+fakeload=default")
-NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;{{ 7*7 }}\x07é"
 
 
 @pytest.fixture(autouse=True)
@@ -46,21 +43,6 @@ def badges(page: Page, key: str) -> str:
         if element.tag == "th" and element.text == key:
             return next(e for e in rows if "badge" in e.classes).text
     raise AssertionError(f"no row for {key}")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with values from everywhere, and its page; tests leave it as it is."""
-    place = tmp_path_factory.mktemp("made")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
-        patch.setenv("DS4_MTP_GATE", "0.5")
-        words = ("mtp.draft=3", "experiment=relaxed", "-p", NASTY, "-n", "40")
-        done = ds4flow("run", *FAKE, *words)
-        assert done.exit_code == 0, done.stderr
-        result = ds4flow("report")
-        assert (result.exit_code, result.stdout) == (0, "runs/demo/0001/report.html\n")
-    return place / "runs" / "demo" / "0001"
 
 
 @pytest.fixture
@@ -120,7 +102,7 @@ def test_every_value_says_where_it_came_from(made: Page, folder: Path) -> None:
     (command,) = [e.text for e in made.all("pre") if "command" in e.classes]
     assert command.startswith("ds4flow run ")
     assert "provenance" not in command
-    assert "mtp.draft=3" in command
+    assert "mtp.draft=4" in command
 
 
 def test_a_prompt_is_text_whatever_it_holds(made: Page) -> None:
