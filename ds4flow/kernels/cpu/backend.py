@@ -204,7 +204,7 @@ class CpuKernels:
             size = m * (3 * widest + 64 * (c.experts_used + c.groups + 1))
             self._rounded = self._room(self._rounded, size + SPARE, layout.CONTEXT_ROUNDED)
         each = max(
-            4 * tiles.DECODED * self._records.most_columns,
+            tiles.scratch_bytes(self._records.most_columns),
             4 * attention.HEADS_TOGETHER * (keys + 17),
             attention.KEYS_TOGETHER * (4 * c.index_heads + 8),
         )

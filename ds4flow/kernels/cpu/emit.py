@@ -140,6 +140,36 @@ def tree_sum(b: Builder, v: Value) -> Value:
     return b.extract_element(v, I32(0))
 
 
+def tree_sums(b: Builder, vectors: Sequence[Value]) -> Value:
+    """`tree_sum` of 1, 2 or 4 vectors of 16 lanes as a vector of as many (or a scalar).
+
+    Several vectors go through the same additions side by side.
+    """
+    if len(vectors) == 1:
+        return tree_sum(b, vectors[0])
+    half = LANES // 2
+    parts = [
+        b.fadd(
+            shuffle(b, one, other, [*range(half), *range(LANES, LANES + half)]),
+            shuffle(b, one, other, [*range(half, LANES), *range(LANES + half, 2 * LANES)]),
+        )
+        for one, other in zip(vectors[::2], vectors[1::2], strict=True)
+    ]
+    v, span = parts[0], half
+    if len(vectors) == 4:
+        places = range(0, 2 * LANES, half)
+        span = half // 2
+        low = [place + i for place in places for i in range(span)]
+        v = b.fadd(
+            shuffle(b, parts[0], parts[1], low),
+            shuffle(b, parts[0], parts[1], [lane + span for lane in low]),
+        )
+    while span > 1:
+        span //= 2
+        v = b.fadd(v, shuffle(b, v, None, [lane ^ span for lane in range(LANES)]))
+    return shuffle(b, v, None, range(0, LANES, LANES // len(vectors)))
+
+
 def tree_max(b: Builder, v: Value) -> Value:
     """Largest lane."""
     while v.type.count > 1:
@@ -278,6 +308,11 @@ def loop(b: Builder, first: Value, last: Value, step: int = 1) -> Iterator[Value
 def _entry_alloca(b: Builder, kind: Any) -> Value:
     with b.goto_entry_block():
         return b.alloca(kind)
+
+
+def room(b: Builder, size: int) -> Value:
+    """The address of `size` bytes on the stack of the function under construction."""
+    return b.ptrtoint(_entry_alloca(b, ir.ArrayType(I64, (size + 7) // 8)), I64)
 
 
 class Variables:

@@ -7,7 +7,7 @@ dequantised weights. Layouts: the ggml block formats as the `gguf` package docum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +33,8 @@ from ds4flow.kernels.cpu.emit import (
     half_to_float,
     like,
     load,
+    loop,
+    offset,
     shuffle,
     splat,
     store,
@@ -49,17 +51,19 @@ class Target:
     wide: bool  # 32 registers of 16 lanes; otherwise 8 at most
 
 
-Decoder = Callable[[Builder, Value, Value, Value, Target], Iterator[Value]]
-Scaler = Callable[[Builder, Value, Value, Target], None]
+Decoder = Callable[[Builder, Value, Value, Value, Value, Target], Iterator[Value]]
+Scaler = Callable[[Builder, Value, Value, Value, Target], None]
+SPARE = 128  # bytes that a scaler may write beyond the last record
 
 
 @dataclass(frozen=True)
 class Format:
     """A weight format: ggml type number, weights and bytes of a block, and its decoder.
 
-    `decode(b, block, scales, tables, target)` yields the block's weights, 16 a vector, in order.
-    Where a block has many scales, `scale(b, block, out, target)` writes them as `factors` float32
-    first, so that the decoder can load each into all lanes at once; `scales` is where they lie.
+    `decode(b, block, record, part, tables, target)` yields `step` vectors of 16 weights, in order:
+    the block's from number `step * part` on. What a block's scales need of preparation is done
+    before, for a whole row: `scale(b, row, blocks, out, target)` writes `record` bytes a block, of
+    which decoders can load single floats into all lanes.
     """
 
     name: str
@@ -67,7 +71,8 @@ class Format:
     weights: int
     size: int
     decode: Decoder
-    factors: int = 0
+    step: int
+    record: int = 0
     scale: Scaler | None = None
 
 
@@ -85,103 +90,127 @@ def unsigned(b: Builder, codes: Value) -> Value:
     return b.sitofp(b.zext(codes, vector(I32, codes.type.count)), vector(F32, codes.type.count))
 
 
-def _factor(b: Builder, scales: Value, number: int) -> Value:
-    return splat(b, load(b, scales, F32, 4 * number))
+def _factor(b: Builder, record: Value, distance: int) -> Value:
+    return splat(b, load(b, record, F32, distance))
+
+
+def _small(b: Builder, values: Sequence[float]) -> Value:
+    return ir.Constant(vector(F32, len(values)), [F32(value) for value in values])
+
+
+def _lookup(b: Builder, values: Value, codes: Value) -> Value:
+    """Lanes of `values` by the low four bits of `codes` (one instruction of wide targets)."""
+    return call(b, "llvm.x86.avx512.permvar.sf.512", V16F, (values, codes))
+
+
+EVERY = [float(code) for code in range(LANES)]
+
+
+def _pair(b: Builder, block: Value, distance: int, target: Target, spread: Sequence[int]) -> Value:
+    """Two neighbouring halves as float32, spread over 16 lanes."""
+    both = half_to_float(b, load(b, block, vector(I16, 2), distance), target.native_half)
+    return shuffle(b, both, None, spread)
 
 
 def _decode_f32(
-    b: Builder, block: Value, scales: Value, tables: Value, target: Target
+    b: Builder, block: Value, record: Value, part: Value, tables: Value, target: Target
 ) -> Iterator[Value]:
     yield load(b, block, V16F)
 
 
 def _decode_f16(
-    b: Builder, block: Value, scales: Value, tables: Value, target: Target
+    b: Builder, block: Value, record: Value, part: Value, tables: Value, target: Target
 ) -> Iterator[Value]:
     yield half_to_float(b, load(b, block, vector(I16)), target.native_half)
 
 
 def _decode_bf16(
-    b: Builder, block: Value, scales: Value, tables: Value, target: Target
+    b: Builder, block: Value, record: Value, part: Value, tables: Value, target: Target
 ) -> Iterator[Value]:
     yield bfloat_to_float(b, load(b, block, vector(I16)))
 
 
 def _decode_q8_0(
-    b: Builder, block: Value, scales: Value, tables: Value, target: Target
+    b: Builder, block: Value, record: Value, part: Value, tables: Value, target: Target
 ) -> Iterator[Value]:
     scale = splat(b, half(b, block, 0, target))
-    for part in range(2):
-        codes = b.sitofp(b.sext(_bytes(b, block, 2 + 16 * part), V16I), V16F)
+    for number in range(2):
+        codes = b.sitofp(b.sext(_bytes(b, block, 2 + 16 * number), V16I), V16F)
         yield b.fmul(codes, scale)
 
 
-def q4_k_scales(b: Builder, block: Value) -> tuple[Value, Value]:
-    """The eight 6-bit scales and the eight 6-bit minima of a Q4_K block, each `<8 x i8>`."""
-    words = [load(b, block, I32, 4 + 4 * word) for word in range(3)]
+def q4_k_scales(b: Builder, block: Value) -> Value:
+    """The eight 6-bit scales and after them the eight 6-bit minima of a Q4_K block, `<16 x i32>`.
 
-    def masked(word: Value, shift: int, mask: int) -> Value:
-        return b.and_(b.lshr(word, I32(shift)) if shift else word, I32(mask))
+    The first four of both are the low six bits of a byte; the others have their low four bits in
+    one byte and their high two at the top of another.
+    """
 
-    def join(low: Value, high: Value) -> Value:
-        wide = b.or_(b.zext(low, I64), b.shl(b.zext(high, I64), I64(32)))
-        return b.bitcast(wide, vector(I8, 8))
+    def lanes(kinds: Sequence[int]) -> Value:
+        return ir.Constant(V16I, [I32(value) for value in kinds for _ in range(4)])
 
-    def high(word: Value, shift: int) -> Value:
-        top = b.shl(masked(word, 6, 0x03030303), I32(4))
-        return b.or_(masked(words[2], shift, 0x0F0F0F0F), top)
-
-    scales = join(masked(words[0], 0, 0x3F3F3F3F), high(words[0], 0))
-    minima = join(masked(words[1], 0, 0x3F3F3F3F), high(words[1], 4))
-    return scales, minima
+    packed = _bytes(b, block, 0)
+    first, second, third = (range(start, start + 4) for start in (4, 8, 12))
+    low = b.zext(shuffle(b, packed, None, [*first, *third, *second, *third]), V16I)
+    high = b.zext(shuffle(b, packed, None, [*first, *first, *second, *second]), V16I)
+    low = b.and_(b.lshr(low, lanes((0, 0, 0, 4))), lanes((63, 15, 63, 15)))
+    return b.or_(low, b.and_(b.lshr(high, constant(V16I, 2)), lanes((0, 48, 0, 48))))
 
 
-def _scale_q4_k(b: Builder, block: Value, out: Value, target: Target) -> None:
+def _scale_q4_k(b: Builder, row: Value, blocks: Value, out: Value, target: Target) -> None:
     """Eight scales, then eight minima, negative."""
-    scales, minima = q4_k_scales(b, block)
-    unit, least = half(b, block, 0, target), half(b, block, 2, target)
-    store(b, b.fmul(unsigned(b, scales), splat(b, unit, 8)), out)
-    store(b, b.fneg(b.fmul(unsigned(b, minima), splat(b, least, 8))), out, 32)
+    signs = _small(b, [1.0] * 8 + [-1.0] * 8)
+    with loop(b, I64(0), blocks) as index:
+        block = b.add(row, b.mul(index, I64(144)))
+        units = b.fmul(_pair(b, block, 0, target, [0] * 8 + [1] * 8), signs)
+        scales = b.fmul(b.sitofp(q4_k_scales(b, block), V16F), units)
+        store(b, scales, b.add(out, b.shl(index, I64(6))))
 
 
 def _decode_q4_k(
-    b: Builder, block: Value, scales: Value, tables: Value, target: Target
+    b: Builder, block: Value, record: Value, part: Value, tables: Value, target: Target
 ) -> Iterator[Value]:
-    every = ir.Constant(V16F, [F32(float(code)) for code in range(LANES)])
-    for pair in range(4):
-        parts = [b.zext(_bytes(b, block, 16 + 32 * pair + 16 * part), V16I) for part in range(2)]
-        for nibble in range(2):
-            k = 2 * pair + nibble
-            factor, shift = _factor(b, scales, k), _factor(b, scales, 8 + k)
-            # the 16 possible weights once, then looked up by the low four bits
-            values = fma(b, every, factor, shift) if target.wide else None
-            for wide in parts:
-                codes = b.lshr(wide, constant(V16I, 4)) if nibble else wide
-                if values is not None:
-                    yield call(b, "llvm.x86.avx512.permvar.sf.512", V16F, (values, codes))
-                else:
-                    codes = b.and_(codes, constant(V16I, 15))
-                    yield fma(b, b.sitofp(codes, V16F), factor, shift)
+    packed, record = b.add(block, b.shl(part, I64(5))), b.add(record, b.shl(part, I64(3)))
+    parts = [b.zext(_bytes(b, packed, 16 + 16 * number), V16I) for number in range(2)]
+    for nibble in range(2):
+        factor, shift = _factor(b, record, 4 * nibble), _factor(b, record, 32 + 4 * nibble)
+        # the 16 possible weights once, then looked up by the low four bits
+        values = fma(b, _small(b, EVERY), factor, shift) if target.wide else None
+        for wide in parts:
+            codes = b.lshr(wide, constant(V16I, 4)) if nibble else wide
+            if values is not None:
+                yield _lookup(b, values, codes)
+            else:
+                codes = b.and_(codes, constant(V16I, 15))
+                yield fma(b, b.sitofp(codes, V16F), factor, shift)
 
 
-def _scale_q2_k(b: Builder, block: Value, out: Value, target: Target) -> None:
+def _scale_q2_k(b: Builder, row: Value, blocks: Value, out: Value, target: Target) -> None:
     """Sixteen scales, then sixteen minima, negative."""
-    packed = _bytes(b, block, 0)
-    low = b.and_(packed, constant(packed.type, 15))
-    high = b.lshr(packed, constant(packed.type, 4))
-    store(b, b.fmul(unsigned(b, low), splat(b, half(b, block, 80, target))), out)
-    store(b, b.fneg(b.fmul(unsigned(b, high), splat(b, half(b, block, 82, target)))), out, 64)
+    with loop(b, I64(0), blocks) as index:
+        block, record = b.add(row, b.mul(index, I64(84))), b.add(out, b.shl(index, I64(7)))
+        unit = _pair(b, block, 80, target, [0] * LANES)
+        least = b.fneg(_pair(b, block, 80, target, [1] * LANES))
+        packed = b.zext(_bytes(b, block, 0), V16I)
+        for place, (factor, shift) in enumerate(((unit, 0), (least, 4))):
+            codes = b.lshr(packed, constant(V16I, shift)) if shift else packed
+            if target.wide:
+                scales = _lookup(b, b.fmul(_small(b, EVERY), factor), codes)
+            else:
+                scales = b.fmul(b.sitofp(b.and_(codes, constant(V16I, 15)), V16F), factor)
+            store(b, scales, record, 64 * place)
 
 
 def _decode_q2_k(
-    b: Builder, block: Value, scales: Value, tables: Value, target: Target
+    b: Builder, block: Value, record: Value, part: Value, tables: Value, target: Target
 ) -> Iterator[Value]:
-    every = ir.Constant(V16F, [F32(float(lane % 4)) for lane in range(LANES)])
-    for part in range(16):
-        wide = b.zext(_bytes(b, block, 16 + 32 * (part // 8) + 16 * (part % 2)), V16I)
-        bits = 2 * (part % 8 // 2)
+    every = _small(b, [float(lane % 4) for lane in range(LANES)])
+    packed, record = b.add(block, b.shl(part, I64(5))), b.add(record, b.shl(part, I64(5)))
+    halves = [b.zext(_bytes(b, packed, 16 + 16 * number), V16I) for number in range(2)]
+    for number in range(8):
+        wide, bits = halves[number % 2], 2 * (number // 2)
         codes = b.lshr(wide, constant(V16I, bits)) if bits else wide
-        factor, shift = _factor(b, scales, part), _factor(b, scales, 16 + part)
+        factor, shift = _factor(b, record, 4 * number), _factor(b, record, 64 + 4 * number)
         if target.wide:  # the four possible weights once, then looked up by the low two bits
             values = fma(b, every, factor, shift)
             yield call(b, "llvm.x86.avx512.vpermilvar.ps.512", V16F, (values, codes))
@@ -216,74 +245,114 @@ def iq2_xxs_group(b: Builder, block: Value, tables: Value, group: int) -> tuple[
             field = b.and_(b.lshr(signs, I32(7 * octet)), I32(127))
             entry = b.add(tables, b.shl(b.zext(field, I64), I64(3)))
             masks.append(load(b, entry, I64, BYTE_SIGNS))
-        codes, mask = (_pair(b, values) for values in (octets, masks))
+        codes, mask = (_sixteen(b, values) for values in (octets, masks))
         parts.append(b.sub(b.xor(codes, mask), mask))
     return parts, _iq2_xxs_step(b, signs)
 
 
-def _pair(b: Builder, words: list[Value]) -> Value:
+def _sixteen(b: Builder, words: list[Value]) -> Value:
     kind = vector(I64, 2)
     pair = b.insert_element(constant(kind, 0), words[0], I32(0))
     return b.bitcast(b.insert_element(pair, words[1], I32(1)), vector(I8))
 
 
-def _scale_iq2_xxs(b: Builder, block: Value, out: Value, target: Target) -> None:
-    """The scales of the eight groups, then 32 sign bits of each."""
-    words = load(b, block, V16I, 2)
-    signs = shuffle(b, words, None, range(1, 16, 2))
-    unit = splat(b, half(b, block, 0, target), 8)
-    store(b, b.fmul(unit, _iq2_xxs_step(b, signs)), out)
+IQ2_SIGNS, IQ2_ENTRIES = 32, 64  # in a record, after the scales of the eight groups
+
+
+def _scale_iq2_xxs(b: Builder, row: Value, blocks: Value, out: Value, target: Target) -> None:
+    """The scales of eight groups, 32 sign bits of each, and offsets of its four codebook entries.
+
+    Two blocks at a time; the last one also stands in for the one that follows it.
+    """
+    pairs = b.lshr(b.add(blocks, I64(1)), I64(1))
+    with loop(b, I64(0), pairs) as index:
+        first = b.shl(index, I64(1))
+        more = b.icmp_signed("<", b.add(first, I64(1)), blocks)
+        block = b.add(row, b.mul(first, I64(66)))
+        other = b.select(more, offset(b, block, 66), block)
+        words, others = (load(b, start, V16I, 2) for start in (block, other))
+        signs = shuffle(b, words, others, range(1, 2 * LANES, 2))
+        halves = ir.Constant(vector(I16, 2), ir.Undefined)
+        for place, start in enumerate((block, other)):
+            halves = b.insert_element(halves, load(b, start, I16), I32(place))
+        units = half_to_float(b, halves, target.native_half)
+        unit = shuffle(b, units, None, [0] * 8 + [1] * 8)
+        scales = b.fmul(unit, _iq2_xxs_step(b, signs))
+        bits = _iq2_xxs_signs(b, signs)
+        indices = b.bitcast(shuffle(b, words, others, range(0, 2 * LANES, 2)), vector(I8, 64))
+        offsets = b.shl(b.zext(indices, vector(I16, 64)), constant(vector(I16, 64), 5))
+        record = b.add(out, b.shl(first, I64(7)))
+        for number in range(2):
+            eight, many = range(8 * number, 8 * number + 8), range(32 * number, 32 * number + 32)
+            at = offset(b, record, 128 * number)
+            store(b, shuffle(b, scales, None, eight), at)
+            store(b, shuffle(b, bits, None, eight), at, IQ2_SIGNS)
+            store(b, shuffle(b, offsets, None, many), at, IQ2_ENTRIES)
+
+
+def _iq2_xxs_signs(b: Builder, signs: Value) -> Value:
+    """Four fields of seven bits, each completed to a byte by its parity."""
 
     def number(value: int) -> Value:
         return bits_constant(signs.type, value)
 
-    # four fields of seven bits, each completed to a byte by its parity
     spread = b.and_(signs, number(0x7F))
     for field in range(1, 4):
-        part = b.and_(signs, number(0x7F << 7 * field))
-        spread = b.or_(spread, b.shl(part, number(field)))
+        part = b.and_(b.shl(signs, number(field)), number(0x7F << 8 * field))
+        spread = b.or_(spread, part)
     parity = spread
     for distance in (4, 2, 1):
         parity = b.xor(parity, b.lshr(parity, number(distance)))
-    last = b.shl(b.and_(parity, number(0x01010101)), number(7))
-    store(b, b.or_(spread, last), out, 32)
+    return b.or_(spread, b.shl(b.and_(parity, number(0x01010101)), number(7)))
 
 
 def _decode_iq2_xxs(
-    b: Builder, block: Value, scales: Value, tables: Value, target: Target
+    b: Builder, block: Value, record: Value, part: Value, tables: Value, target: Target
 ) -> Iterator[Value]:
     minus = bits_constant(V16I, 1 << 31)
-    for group in range(8):
-        scale = _factor(b, scales, group)
-        for part in range(2):
-            codes = []
-            for octet in (2 * part, 2 * part + 1):
-                index = b.zext(load(b, block, I8, 2 + 8 * group + octet), I64)
-                entry = b.add(tables, b.shl(index, I64(5)))
-                codes.append(load(b, entry, vector(I32, 8), WIDE_CODES))
-            joined = shuffle(b, codes[0], codes[1], range(LANES))
-            bits = b.bitcast(load(b, scales, I16, 32 + 4 * group + 2 * part), vector(I1))
-            signed = b.select(bits, b.xor(joined, minus), joined)
-            yield b.fmul(b.bitcast(signed, V16F), scale)
+    entries = b.add(record, b.shl(part, I64(3)))
+    group = b.add(record, b.shl(part, I64(2)))
+    scale = _factor(b, group, 0)
+    for number in range(2):
+        codes = []
+        for octet in (2 * number, 2 * number + 1):
+            entry = b.zext(load(b, entries, I16, IQ2_ENTRIES + 2 * octet), I64)
+            codes.append(load(b, b.add(tables, entry), vector(I32, 8), WIDE_CODES))
+        joined = shuffle(b, codes[0], codes[1], range(LANES))
+        bits = b.bitcast(load(b, group, I16, IQ2_SIGNS + 2 * number), vector(I1))
+        signed = b.select(bits, b.xor(joined, minus), joined)
+        yield b.fmul(b.bitcast(signed, V16F), scale)
 
 
-def mxfp4_scale(b: Builder, block: Value, distance: int = 0) -> Value:
-    """`2 ** (e - 127)` of an MXFP4 block's exponent byte e."""
-    exponent = b.zext(load(b, block, I8, distance), I32)
+def mxfp4_scale(b: Builder, word: Value) -> Value:
+    """`2 ** (e - 127)` of the exponent byte e in the low bits of a word (scalar or vector)."""
+
+    def number(value: int) -> Value:
+        return constant(word.type, value)
+
+    exponent = b.and_(word, number(255))
     # the bits are e in the exponent field, or one half of 2**-126 for e = 0
-    small = b.icmp_unsigned("==", exponent, I32(0))
-    return b.bitcast(b.select(small, I32(1 << 22), b.shl(exponent, I32(23))), F32)
+    small = b.icmp_unsigned("==", exponent, number(0))
+    bits = b.select(small, number(1 << 22), b.shl(exponent, number(23)))
+    return b.bitcast(bits, like(F32, word.type))
+
+
+MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def _decode_mxfp4(
-    b: Builder, block: Value, scales: Value, tables: Value, target: Target
+    b: Builder, block: Value, record: Value, part: Value, tables: Value, target: Target
 ) -> Iterator[Value]:
-    scale = splat(b, mxfp4_scale(b, block))
-    packed = _bytes(b, block, 1)
+    scale = splat(b, mxfp4_scale(b, b.zext(load(b, block, I8), I32)))
+    packed = b.zext(_bytes(b, block, 1), V16I)
+    if target.wide:
+        values = _small(b, [*MXFP4_VALUES, *(-value for value in MXFP4_VALUES)])
+        scaled = b.fmul(values, scale)
+        yield _lookup(b, scaled, packed)
+        yield _lookup(b, scaled, b.lshr(packed, constant(V16I, 4)))
+        return
     for nibble in range(2):
-        wide = b.zext(packed, V16I)
-        if nibble:
-            wide = b.lshr(wide, constant(V16I, 4))
+        wide = b.lshr(packed, constant(V16I, 4)) if nibble else packed
         # two exponent bits and one mantissa bit, moved to float32's fields; no exponent: 0 or 1/2
         code = b.and_(wide, constant(V16I, 7))
         moved = b.add(b.shl(code, constant(V16I, 22)), constant(V16I, 126 << 23))
@@ -298,17 +367,19 @@ def _decode_mxfp4(
 FORMATS = {
     form.name: form
     for form in (
-        Format("F32", 0, 16, 64, _decode_f32),
-        Format("F16", 1, 16, 32, _decode_f16),
-        Format("Q8_0", 8, 32, 34, _decode_q8_0),
-        Format("Q2_K", 10, 256, 84, _decode_q2_k, 32, _scale_q2_k),
-        Format("Q4_K", 12, 256, 144, _decode_q4_k, 16, _scale_q4_k),
-        Format("IQ2_XXS", 16, 256, 66, _decode_iq2_xxs, 16, _scale_iq2_xxs),
-        Format("BF16", 30, 16, 32, _decode_bf16),
-        Format("MXFP4", 39, 32, 17, _decode_mxfp4),
+        Format("F32", 0, 16, 64, _decode_f32, 1),
+        Format("F16", 1, 16, 32, _decode_f16, 1),
+        Format("Q8_0", 8, 32, 34, _decode_q8_0, 2),
+        Format("Q2_K", 10, 256, 84, _decode_q2_k, 8, 128, _scale_q2_k),
+        Format("Q4_K", 12, 256, 144, _decode_q4_k, 4, 64, _scale_q4_k),
+        Format("IQ2_XXS", 16, 256, 66, _decode_iq2_xxs, 2, 128, _scale_iq2_xxs),
+        Format("BF16", 30, 16, 32, _decode_bf16, 1),
+        Format("MXFP4", 39, 32, 17, _decode_mxfp4, 2),
     )
 }
 BY_KIND = {form.kind: form for form in FORMATS.values()}
+MOST_RECORD = max(LANES * form.record // form.weights for form in FORMATS.values())
+"""Most bytes of records per 16 weights."""
 
 
 def lookup_tables() -> np.ndarray:

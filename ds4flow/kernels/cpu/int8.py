@@ -46,7 +46,7 @@ from ds4flow.kernels.cpu.formats import (
     q4_k_scales,
     unsigned,
 )
-from ds4flow.kernels.cpu.tiles import ROWS, fetch_ahead, function, groups
+from ds4flow.kernels.cpu.tiles import fetch_ahead, function, groups
 
 CHUNK = 64  # codes of one step: two blocks of activations, 16 sums of four products
 V64 = vector(I8, CHUNK)
@@ -154,14 +154,16 @@ def _small_mxfp4(b: Builder, block: Value, tables: Value, target: Target) -> tup
         value = b.add(value, b.select(beyond, number(extra), number(0)))
     negative = b.icmp_signed(">", nibbles, number(7))
     value = b.select(negative, b.neg(value), value)
-    return value, b.fmul(mxfp4_scale(b, block), F32(0.5))
+    exponent = b.zext(load(b, block, I8), I32)
+    return value, b.fmul(mxfp4_scale(b, exponent), F32(0.5))
 
 
 def _large_q4_k(
     b: Builder, block: Value, tables: Value, target: Target
 ) -> tuple[Minima | None, Iterator[Codes]]:
-    scales, minima = q4_k_scales(b, block)
-    scale = b.fmul(unsigned(b, scales), splat(b, half(b, block, 0, target), 8))
+    codes = b.sitofp(q4_k_scales(b, block), V16F)
+    scale = b.fmul(shuffle(b, codes, None, range(8)), splat(b, half(b, block, 0, target), 8))
+    minima = shuffle(b, codes, None, range(8, 16))
 
     def chunks() -> Iterator[Codes]:
         for pair in range(4):
@@ -170,7 +172,7 @@ def _large_q4_k(
             codes = _both(b, low, b.lshr(packed, constant(packed.type, 4)))
             yield Codes(codes, shuffle(b, scale, None, (2 * pair, 2 * pair + 1)), signed=False)
 
-    return b.fmul(unsigned(b, minima), splat(b, half(b, block, 2, target), 8)), chunks()
+    return b.fmul(minima, splat(b, half(b, block, 2, target), 8)), chunks()
 
 
 def _large_q2_k(
@@ -374,4 +376,4 @@ def emit_product(b: Builder, form: Format, target: Target, arguments: Sequence[V
             place = b.add(out, b.mul(m, y_stride))
             b.call(tile(b, form, target, size), (row, start, x_stride, k, place, y_stride, tables))
 
-        groups(b, count, ROWS, run)
+        groups(b, count, (4, 3, 2, 1), run)

@@ -1,7 +1,7 @@
 """Matrix products as register tiles: a few weight rows times a few activation rows.
 
 The bits of one output element depend on its weight row and its activation row only: 16-lane partial
-sums, even vectors into one and odd vectors into another, added up by `tree_sum`. Tile shapes are
+sums, even vectors into one and odd vectors into another, added up by `tree_sums`. Tile shapes are
 for speed.
 """
 
@@ -26,16 +26,20 @@ from ds4flow.kernels.cpu.emit import (
     loop,
     offset,
     prefetch,
+    room,
     splat,
     store,
-    tree_sum,
+    tree_sums,
 )
-from ds4flow.kernels.cpu.formats import BY_KIND, Format, Target
+from ds4flow.kernels.cpu.formats import BY_KIND, MOST_RECORD, SPARE, Format, Target
 
-ROWS = 4  # activation rows of the largest tile
-DECODED = 3  # most decoded weight rows of a tile
+ROWS = 4  # most activation rows of a tile over stored weights
+COLUMNS = 4  # most weight rows of a tile
+DECODED = 4  # weight rows that are decoded together, for more rows than that
+CHUNK = 16  # blocks whose records a decoder makes at a time
 AHEAD = 6144  # bytes; measured: from 4096 to 8192 it matters little
 CHAINS = 2  # partial sums of an output element
+SUMS = 18  # vectors of partial sums of a tile over stored weights; decoding needs registers, too
 VOID = ir.VoidType()
 PLAIN = BY_KIND[0]  # float32
 
@@ -73,67 +77,154 @@ def fetch_ahead(b: Builder, address: Value, size: int) -> None:
 def tile(b: Builder, form: Format, target: Target, weights: int, rows: int) -> Value:
     """The tile function of `weights` weight rows and `rows` activation rows.
 
-    Arguments (i64): the address of each weight row, that of each row's scales (see `Format`), of
+    Arguments (i64): the address of each weight row, that of each row's records (see `Format`), of
     activation row 0 and its stride, of output (0, 0) and its row stride, the number of 16-weight
     vectors, and the lookup tables.
     """
 
     def body(inner: Builder, arguments: Sequence[Value]) -> None:
-        _tile_body(inner, form, target, weights, rows, arguments)
+        _Tile(inner, form, target, weights, rows, arguments).emit()
 
     return function(b, f"tile_{form.name}_{weights}_{rows}", 2 * weights + 6, body)
 
 
-def _tile_body(
-    b: Builder, form: Format, target: Target, weights: int, rows: int, arguments: Sequence[Value]
-) -> None:
-    starts, scales = arguments[:weights], arguments[weights : 2 * weights]
-    x, x_stride, y, y_stride, vectors, tables = arguments[2 * weights :]
-    inputs = [b.add(x, b.mul(x_stride, I64(m))) if m else x for m in range(rows)]
-    sums = Variables(b, V16F, CHAINS * weights * rows, constant(V16F, 0.0))
+class _Tile:
+    """Some weight rows times some activation rows, decoded vector by vector."""
 
-    def accumulate(first: Value, count: int) -> None:
-        """Add the vectors of `count` blocks from number `first` on."""
-        for block in range(count):
-            at = b.mul(first, I64(form.size))
-            factors = b.mul(first, I64(4 * form.factors))
-            decoders = [
-                form.decode(
-                    b,
-                    offset(b, b.add(start, at), block * form.size),
-                    offset(b, b.add(scale, factors), 4 * form.factors * block),
-                    tables,
-                    target,
-                )
-                for start, scale in zip(starts, scales, strict=True)
-            ]
-            if form is not PLAIN:  # float32 rows are mostly decoded ones, in the cache already
-                for start in starts:
-                    fetch_ahead(b, offset(b, b.add(start, at), block * form.size), form.size)
-            byte = b.mul(first, I64(4 * form.weights))
-            for part in range(form.weights // LANES):
-                decoded = [next(decoder) for decoder in decoders]
-                number = block * (form.weights // LANES) + part
+    def __init__(
+        self,
+        b: Builder,
+        form: Format,
+        target: Target,
+        weights: int,
+        rows: int,
+        arguments: Sequence[Value],
+    ) -> None:
+        self.b, self.form, self.target, self.weights = b, form, target, weights
+        self.starts, self.records = arguments[:weights], arguments[weights : 2 * weights]
+        x, stride, self.y, self.y_stride, self.vectors, self.tables = arguments[2 * weights :]
+        self.inputs = [b.add(x, b.mul(stride, I64(m))) if m else x for m in range(rows)]
+        self.sums = Variables(b, V16F, CHAINS * weights * rows, constant(V16F, 0.0))
+
+    def emit(self) -> None:
+        """The loops over all vectors, the sums and their stores."""
+        b, per_block = self.b, self.form.weights // LANES
+        if per_block == 1:
+            self._single()
+        else:
+            with loop(b, I64(0), b.lshr(self.vectors, I64(per_block.bit_length() - 1))) as block:
+                self._block(block, per_block)
+        for m in range(len(self.inputs)):
+            totals = []
+            for n in range(self.weights):
+                place = CHAINS * (m * self.weights + n)
+                totals.append(b.fadd(self.sums[place], self.sums[place + 1]))
+            _store_sums(b, totals, b.add(self.y, b.mul(self.y_stride, I64(m))))
+
+    def _single(self) -> None:
+        """Blocks of one vector: two a step, so that even and odd ones keep their own sums."""
+        b, size = self.b, self.form.size
+        steps = b.lshr(self.vectors, I64(1))
+
+        def at(first: Value, places: int) -> None:
+            for place in range(places):
+                blocks = [
+                    offset(b, b.add(start, b.mul(first, I64(size))), place * size)
+                    for start in self.starts
+                ]
+                if self.form is not PLAIN:  # float32 rows are mostly decoded ones, in the cache
+                    for block in blocks:
+                        fetch_ahead(b, block, size)
+                self._step(blocks, self.records, I64(0), b.shl(first, I64(6)), place)
+
+        with loop(b, I64(0), steps) as step:
+            at(b.shl(step, I64(1)), CHAINS)
+        done = b.shl(steps, I64(1))
+        with b.if_then(b.icmp_signed("<", done, self.vectors)):
+            at(done, 1)
+
+    def _block(self, block: Value, per_block: int) -> None:
+        b, form = self.b, self.form
+        starts = [b.add(start, b.mul(block, I64(form.size))) for start in self.starts]
+        records = [b.add(made, b.mul(block, I64(form.record))) for made in self.records]
+        for start in starts:
+            fetch_ahead(b, start, form.size)
+        byte = b.mul(block, I64(4 * form.weights))
+        steps = per_block // form.step
+        if steps == 1:
+            self._step(starts, records, I64(0), byte, 0)
+            return
+        with loop(b, I64(0), I64(steps)) as part:
+            at = b.add(byte, b.mul(part, I64(64 * form.step)))
+            self._step(starts, records, part, at, 0)
+
+    def _step(
+        self,
+        blocks: Sequence[Value],
+        records: Sequence[Value],
+        part: Value,
+        byte: Value,
+        place: int,
+    ) -> None:
+        """Add the vectors of one step; `byte` is the activations' offset, `place` the first's."""
+        b, form = self.b, self.form
+        decoders = [
+            form.decode(b, block, record, part, self.tables, self.target)
+            for block, record in zip(blocks, records, strict=True)
+        ]
+        for number in range(place, place + form.step):
+            decoded = [next(decoder) for decoder in decoders]
+            for m, row in enumerate(self.inputs):
+                values = load(b, b.add(row, byte), V16F, 64 * number)
+                for n, weight in enumerate(decoded):
+                    sum_ = CHAINS * (m * self.weights + n) + number % CHAINS
+                    self.sums[sum_] = fma(b, weight, values, self.sums[sum_])
+
+
+def _store_sums(b: Builder, totals: Sequence[Value], out: Value) -> None:
+    """Write the sums of the lanes of some vectors next to each other."""
+    done = 0
+    for size in (4, 2, 1):
+        while len(totals) - done >= size:
+            store(b, tree_sums(b, totals[done : done + size]), out, 4 * done)
+            done += size
+
+
+def plain_tile(b: Builder, weights: int, rows: int) -> Value:
+    """A larger tile of float32 weight rows, which keeps one of the two partial sums at a time.
+
+    Arguments (i64): the address of each weight row, of activation row 0 and its stride, of output
+    (0, 0) and its row stride, the number of vectors.
+    """
+
+    def body(inner: Builder, arguments: Sequence[Value]) -> None:
+        starts = arguments[:weights]
+        x, x_stride, y, y_stride, vectors = arguments[weights:]
+        inputs = [inner.add(x, inner.mul(x_stride, I64(m))) if m else x for m in range(rows)]
+        count = weights * rows
+        even = Variables(inner, V16F, count, constant(V16F, 0.0))
+        for chain in range(CHAINS):
+            sums = Variables(inner, V16F, count, constant(V16F, 0.0))
+            steps = inner.lshr(inner.add(vectors, I64(1 - chain)), I64(1))
+            with loop(inner, I64(0), steps) as step:
+                at = inner.shl(step, I64(7))
+                decoded = [load(inner, inner.add(row, at), V16F, 64 * chain) for row in starts]
                 for m, row in enumerate(inputs):
-                    values = load(b, b.add(row, byte), V16F, 64 * number)
+                    values = load(inner, inner.add(row, at), V16F, 64 * chain)
                     for n, weight in enumerate(decoded):
-                        place = CHAINS * (m * weights + n) + number % CHAINS
-                        sums[place] = fma(b, weight, values, sums[place])
+                        place = m * weights + n
+                        sums[place] = fma(inner, weight, values, sums[place])
+            if chain == 0:
+                for place in range(count):
+                    even[place] = sums[place]
+                continue
+            for m in range(rows):
+                totals = [
+                    inner.fadd(even[m * weights + n], sums[m * weights + n]) for n in range(weights)
+                ]
+                _store_sums(inner, totals, inner.add(y, inner.mul(y_stride, I64(m))))
 
-    per_step = max(form.weights, CHAINS * LANES) // LANES  # vectors of one loop step
-    blocks_per_step = per_step * LANES // form.weights
-    steps = b.lshr(vectors, I64(per_step.bit_length() - 1))
-    with loop(b, I64(0), steps) as step:
-        accumulate(b.mul(step, I64(blocks_per_step)), blocks_per_step)
-    if blocks_per_step > 1:  # an odd last vector
-        done = b.mul(steps, I64(blocks_per_step))
-        with b.if_then(b.icmp_signed("<", done, vectors)):
-            accumulate(done, 1)
-    for m in range(rows):
-        for n in range(weights):
-            place = CHAINS * (m * weights + n)
-            total = tree_sum(b, b.fadd(sums[place], sums[place + 1]))
-            store(b, total, b.add(y, b.mul(y_stride, I64(m))), 4 * n)
+    return function(b, f"plain_{weights}_{rows}", weights + 5, body)
 
 
 def decoder(b: Builder, form: Format, target: Target) -> Value:
@@ -143,22 +234,35 @@ def decoder(b: Builder, form: Format, target: Target) -> Value:
         row, out, vectors, tables = arguments
         parts = form.weights // LANES
         blocks = inner.lshr(vectors, I64(parts.bit_length() - 1))
-        room = inner.alloca(ir.ArrayType(F32, max(form.factors, 1)))
-        scales = inner.ptrtoint(room, I64)
-        with loop(inner, I64(0), blocks) as block:
-            at = inner.add(out, inner.mul(block, I64(form.weights * 4)))
-            start = inner.add(row, inner.mul(block, I64(form.size)))
-            fetch_ahead(inner, start, form.size)
+        records = room(inner, CHUNK * form.record + SPARE)
+
+        def decode(first: Value, count: Value) -> None:
+            start = inner.add(row, inner.mul(first, I64(form.size)))
             if form.scale is not None:
-                form.scale(inner, start, scales, target)
-            for part, weight in enumerate(form.decode(inner, start, scales, tables, target)):
-                store(inner, weight, at, 64 * part)
+                form.scale(inner, start, count, records, target)
+            with loop(inner, I64(0), count) as block:
+                at = inner.add(start, inner.mul(block, I64(form.size)))
+                fetch_ahead(inner, at, form.size)
+                made = inner.add(records, inner.mul(block, I64(form.record)))
+                to = inner.add(out, inner.mul(inner.add(first, block), I64(4 * form.weights)))
+                with loop(inner, I64(0), I64(parts // form.step)) as part:
+                    place = inner.add(to, inner.mul(part, I64(64 * form.step)))
+                    decoded = form.decode(inner, at, made, part, tables, target)
+                    for number, weight in enumerate(decoded):
+                        store(inner, weight, place, 64 * number)
+
+        chunks = inner.udiv(inner.add(blocks, I64(CHUNK - 1)), I64(CHUNK))
+        with loop(inner, I64(0), chunks) as chunk:
+            first = inner.mul(chunk, I64(CHUNK))
+            rest = inner.sub(blocks, first)
+            few = inner.icmp_signed("<", rest, I64(CHUNK))
+            decode(first, inner.select(few, rest, I64(CHUNK)))
 
     return function(b, f"decode_{form.name}", 4, body)
 
 
 def scaler(b: Builder, form: Format, target: Target) -> Value:
-    """The function that writes the scales of one row: its address, the output, the vectors.
+    """The function that writes the records of one row: its address, the output, the vectors.
 
     A function of its own, so that what it writes is read again from memory, where a load into all
     lanes is free, instead of being kept in registers and shuffled.
@@ -167,25 +271,35 @@ def scaler(b: Builder, form: Format, target: Target) -> Value:
     def body(inner: Builder, arguments: Sequence[Value]) -> None:
         row, out, vectors = arguments
         parts = form.weights // LANES
-        with loop(inner, I64(0), inner.lshr(vectors, I64(parts.bit_length() - 1))) as block:
-            start = inner.add(row, inner.mul(block, I64(form.size)))
-            place = inner.add(out, inner.mul(block, I64(4 * form.factors)))
-            if form.scale is not None:
-                form.scale(inner, start, place, target)
+        if form.scale is not None:
+            blocks = inner.lshr(vectors, I64(parts.bit_length() - 1))
+            form.scale(inner, row, blocks, out, target)
 
-    return function(b, f"scales_{form.name}", 3, body)
+    return function(b, f"records_{form.name}", 3, body)
 
 
-def groups(b: Builder, count: Value, size: int, run: Callable[[int, Value], None]) -> None:
-    """Emit `run(size, first)` for groups of `size` out of `count` and for the rest."""
-    full = b.sdiv(count, I64(size))
-    with loop(b, I64(0), full) as i:
-        run(size, b.mul(i, I64(size)))
-    first = b.mul(full, I64(size))
-    rest = b.sub(count, first)
-    for fewer in range(1, size):
-        with b.if_then(b.icmp_signed("==", rest, I64(fewer))):
-            run(fewer, first)
+def groups(
+    b: Builder, count: Value, sizes: Sequence[int], run: Callable[[int, Value], None]
+) -> None:
+    """Emit `run(size, first)` for as many groups of `sizes[0]` as fit into `count`.
+
+    The rest is split into the sizes that follow, largest first; the last must be 1.
+    """
+    first = I64(0)
+    for place, size in enumerate(sizes):
+        fit = b.sdiv(b.sub(count, first), I64(size)) if size > 1 else b.sub(count, first)
+        once = place > 0 and 2 * size > sizes[place - 1] - 1
+
+        def at(i: Value, size: int = size, first: Value = first) -> Value:
+            return b.add(first, b.mul(i, I64(size)))
+
+        if once:
+            with b.if_then(b.icmp_signed(">", fit, I64(0))):
+                run(size, first)
+        else:
+            with loop(b, I64(0), fit) as i:
+                run(size, at(i))
+        first = at(fit)
 
 
 @dataclass(frozen=True)
@@ -199,82 +313,123 @@ class Rows:
     y_stride: Value
     vectors: Value
 
-    def times(self, b: Builder, target: Target, weights: list[Value], column: Value) -> None:
-        """Multiply all rows with the float32 rows at some addresses, from `column` on."""
-        out = b.add(self.y, b.shl(column, I64(2)))
+    def times(
+        self,
+        b: Builder,
+        target: Target,
+        length: Value,
+        column: Value,
+        find: Callable[[Value], Value],
+    ) -> None:
+        """Multiply all rows with `length` float32 rows, whose addresses `find` gives by number.
+
+        The results go to the columns from `column` on. A few activation rows meet all weight rows
+        before the next few do, because they stay in the cache meanwhile.
+        """
+        most = columns_together(target, 1)
 
         def run(size: int, m: Value) -> None:
             start = b.add(self.x, b.mul(m, self.x_stride))
-            place = b.add(out, b.mul(m, self.y_stride))
-            made = tile(b, PLAIN, target, len(weights), size)
-            shared = (start, self.x_stride, place, self.y_stride, self.vectors, I64(0))
-            b.call(made, (*weights, *weights, *shared))
+            place = b.add(self.y, b.mul(m, self.y_stride))
 
-        groups(b, self.count, ROWS, run)
+            def multiply(together: int, n: Value) -> None:
+                weights = [find(b.add(n, I64(i))) for i in range(together)]
+                out = b.add(place, b.shl(b.add(column, n), I64(2)))
+                self._multiply(b, target, weights, size, start, out)
+
+            groups(b, length, (most, 1), multiply)
+
+        groups(b, self.count, (6, 4, 3, 2, 1) if target.wide else (2, 1), run)
+
+    def _multiply(
+        self,
+        b: Builder,
+        target: Target,
+        weights: Sequence[Value],
+        rows: int,
+        x: Value,
+        y: Value,
+    ) -> None:
+        if len(weights) * rows > 12:
+            shared = (x, self.x_stride, y, self.y_stride, self.vectors)
+            b.call(plain_tile(b, len(weights), rows), (*weights, *shared))
+            return
+        made = tile(b, PLAIN, target, len(weights), rows)
+        b.call(made, (*weights, *weights, x, self.x_stride, y, self.y_stride, self.vectors, I64(0)))
 
 
 def emit_product(b: Builder, form: Format, target: Target, arguments: Sequence[Value]) -> None:
     """Output columns `first .. last-1` of `y [m, n] = x [m, k] @ weights.T`.
 
     Arguments (i64): weights and their row stride, k, x, its row stride, m, y, its row stride,
-    first, last, scratch (room for DECODED decoded rows, or for the scales of four), tables. Strides
-    are in bytes. Up to four activation rows use each weight vector as soon as it is decoded; more
-    use rows decoded into `scratch`.
+    first, last, scratch (see `scratch_bytes`), tables. Strides are in bytes. Up to four activation
+    rows use each weight vector as soon as it is decoded; more use rows decoded into `scratch`.
     """
     weights, stride, k, x, x_stride, count, y, y_stride, first, last, scratch, tables = arguments
     vectors = b.lshr(k, I64(4))
     rows = Rows(x, x_stride, count, y, y_stride, vectors)
+    columns = b.sub(last, first)
 
-    def buffered(size: int, n: Value) -> None:
-        n = b.add(first, n)
-        decoded = []
-        for i in range(size):
-            row = b.add(weights, b.mul(b.add(n, I64(i)), stride))
+    def start(n: Value) -> Value:
+        return b.add(weights, b.mul(n, stride))
+
+    def decoded(place: Value) -> Value:
+        return b.add(scratch, b.mul(b.shl(vectors, I64(6)), place))
+
+    with b.if_then(b.icmp_signed(">", count, I64(ROWS))):
+        batches = b.sdiv(b.add(columns, I64(DECODED - 1)), I64(DECODED))
+        with loop(b, I64(0), batches) as batch:
+            base = b.add(first, b.mul(batch, I64(DECODED)))
+            rest = b.sub(last, base)
+            here = b.select(b.icmp_signed("<", rest, I64(DECODED)), rest, I64(DECODED))
             if form is not PLAIN:
-                buffer = b.add(scratch, b.mul(b.shl(vectors, I64(6)), I64(i)))
-                b.call(decoder(b, form, target), (row, buffer, vectors, tables))
-                row = buffer
-            decoded.append(row)
-        rows.times(b, target, decoded, n)
+                with loop(b, I64(0), here) as i:
+                    made = (start(b.add(base, i)), decoded(i), vectors, tables)
+                    b.call(decoder(b, form, target), made)
 
-    many = b.icmp_signed(">", count, I64(ROWS))
-    with b.if_then(many):
-        groups(b, b.sub(last, first), decoded_together(target), buffered)
+            def find(place: Value, base: Value = base) -> Value:
+                return start(b.add(base, place)) if form is PLAIN else decoded(place)
+
+            rows.times(b, target, here, base, find)
     for size in range(1, ROWS + 1):
         with b.if_then(b.icmp_signed("==", count, I64(size))):
+            most = columns_together(target, size)
 
-            def fused(columns: int, n: Value, size: int = size) -> None:
+            def fused(together: int, n: Value, size: int = size, most: int = most) -> None:
                 n = b.add(first, n)
-                starts = [b.add(weights, b.mul(b.add(n, I64(i)), stride)) for i in range(columns)]
-                scales = [scratch] * columns
+                starts = [start(b.add(n, I64(i))) for i in range(together)]
+                records = [scratch] * together
                 if form.scale is not None:
-                    room = b.mul(vectors, I64(LANES * 4 * form.factors // form.weights))
-                    scales = [b.add(scratch, b.mul(room, I64(i))) for i in range(columns)]
-                    for start, place in zip(starts, scales, strict=True):
-                        b.call(scaler(b, form, target), (start, place, vectors))
+                    each = b.mul(vectors, I64(LANES * form.record // form.weights))
+                    each = b.and_(b.add(each, I64(SPARE + 63)), I64(-64))
+                    records = [b.add(scratch, b.mul(each, I64(i))) for i in range(together)]
+                    for row, place in zip(starts, records, strict=True):
+                        b.call(scaler(b, form, target), (row, place, vectors))
                 out = b.add(y, b.shl(n, I64(2)))
-                made = tile(b, form, target, columns, size)
-                b.call(made, (*starts, *scales, x, x_stride, out, y_stride, vectors, tables))
+                if together < most and size > 1:  # rare (a share's rest): not worth a tile
+                    with loop(b, I64(0), I64(size)) as m:
+                        row, place = b.add(x, b.mul(m, x_stride)), b.add(out, b.mul(m, y_stride))
+                        shared = (row, x_stride, place, y_stride, vectors, tables)
+                        b.call(tile(b, form, target, 1, 1), (*starts, *records, *shared))
+                    return
+                made = tile(b, form, target, together, size)
+                b.call(made, (*starts, *records, x, x_stride, out, y_stride, vectors, tables))
 
-            groups(b, b.sub(last, first), columns_together(form, target, size), fused)
+            groups(b, columns, (most, 1) if most > 1 else (1,), fused)
 
 
-def decoded_together(target: Target) -> int:
-    """Decoded weight rows of a tile with ROWS activation rows, by the registers for its sums."""
-    return DECODED if target.wide else 1
+def columns_together(target: Target, rows: int) -> int:
+    """Weight rows of a tile: as many as the vector registers hold sums for.
 
-
-def columns_together(form: Format, target: Target, rows: int) -> int:
-    """Weight rows of a tile over stored weights: as many as the vector registers hold sums for.
-
-    One row alone leaves the units idle between dependent sums; the long decoders of the 256-weight
-    blocks and a single activation row (where memory streams count) are best with two.
+    One row alone leaves the units idle between dependent sums.
     """
-    room = 24 if target.wide else 8
-    most = 2 if form.weights > 32 or rows == 1 else 4
-    while most > 1 and most * rows * CHAINS > room:
-        most //= 2
-    return most
+    return max(1, min(COLUMNS, (SUMS if target.wide else SUMS // 2) // (rows * CHAINS)))
+
+
+def scratch_bytes(columns: int) -> int:
+    """Room that a product kernel needs for weight rows of `columns` weights."""
+    records = COLUMNS * (columns // LANES * MOST_RECORD + SPARE + 64)
+    return max(4 * DECODED * columns, records)
 
 
 def emit_scores(b: Builder, target: Target, arguments: Sequence[Value]) -> None:
@@ -284,12 +439,7 @@ def emit_scores(b: Builder, target: Target, arguments: Sequence[Value]) -> None:
     """
     listed, length, k, x, x_stride, count, y, y_stride = arguments
     rows = Rows(x, x_stride, count, y, y_stride, b.lshr(k, I64(4)))
-
-    def run(size: int, n: Value) -> None:
-        at = b.add(listed, b.shl(n, I64(3)))
-        rows.times(b, target, [load(b, at, I64, 8 * i) for i in range(size)], n)
-
-    groups(b, length, decoded_together(target), run)
+    rows.times(b, target, length, I64(0), lambda n: load(b, b.add(listed, b.shl(n, I64(3))), I64))
 
 
 def emit_blend(b: Builder, target: Target, arguments: Sequence[Value]) -> None:
@@ -308,9 +458,9 @@ def emit_blend(b: Builder, target: Target, arguments: Sequence[Value]) -> None:
             made = _blend_tile(b, rows, vectors)
             b.call(made, (listed, length, byte, weights, w_stride, out, y_stride))
 
-        groups(b, count, ROWS, run)
+        groups(b, count, (4, 3, 2, 1), run)
 
-    groups(b, b.lshr(k, I64(4)), 4, chunk)
+    groups(b, b.lshr(k, I64(4)), (4, 3, 2, 1), chunk)
 
 
 def _blend_tile(b: Builder, rows: int, vectors: int) -> Value:
