@@ -95,11 +95,6 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, *, chat: str, system: str = ""
     vocabulary lacks a marker, when think-max is not in the model file's chat template, and for a
     system text with `raw`.
     """
-    if chat not in CHATS:
-        raise UsageError(
-            f"chat={chat} is not a prompt format",
-            near_match(chat, CHATS) or f"use one of {', '.join(CHATS)}",
-        )
     if chat == "raw":
         if system:
             raise UsageError(
@@ -109,6 +104,25 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, *, chat: str, system: str = ""
         return [tokenizer.bos, *tokenizer.encode(prompt)]
     messages = [Message("system", system)] if system else []
     messages.append(Message("user", prompt))
+    return conversation_ids(tokenizer, messages, chat=chat)
+
+
+def conversation_ids(tokenizer: Tokenizer, messages: Sequence[Message], *, chat: str) -> list[int]:
+    """Return the ids of a conversation and the opening of the assistant's next turn.
+
+    chat: as for `prompt_ids`. UsageError as there, for `raw`, and for a conversation that the
+    format cannot express.
+    """
+    if chat not in CHATS:
+        raise UsageError(
+            f"chat={chat} is not a prompt format",
+            near_match(chat, CHATS) or f"use one of {', '.join(CHATS)}",
+        )
+    if chat == "raw":
+        raise UsageError(
+            "chat=raw has no turns, so a conversation cannot be its prompt",
+            "use chat=nothink or chat=think, or give one text",
+        )
     if chat == "think-max":
         prefix = effort_prefix(tokenizer.chat_template)
         return encode(tokenizer, segments(messages, mode="think-max", prefix=prefix))

@@ -6,13 +6,9 @@ Whatever stops a run, its directory keeps what was produced and says how it ende
 from __future__ import annotations
 
 import logging
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import hydra
 from hydra.conf import HydraConf
@@ -25,18 +21,16 @@ import ds4flow.config  # noqa: F401 - registers the schema, also in a launcher's
 from ds4flow import origin
 from ds4flow.checks import check
 from ds4flow.errors import Ds4FlowError
+from ds4flow.overrides import refuse_two_prompts
 from ds4flow.provenance import provenance
-from ds4flow.rundir import RunDir, Status
+from ds4flow.recorded import Terminated, recorded, terminable
+from ds4flow.rundir import RunDir
 
 _log = logging.getLogger("ds4flow")
 
 
 class JobFailed(CompactHydraException):
     """A job of a sweep that failed; Hydra shows it without a traceback and goes on."""
-
-
-class Terminated(KeyboardInterrupt):
-    """The process was asked to end (SIGTERM)."""
 
 
 def report(error: Ds4FlowError) -> None:
@@ -67,21 +61,18 @@ def job(config: DictConfig) -> None:
 def execute(config: DictConfig, node: HydraConf) -> None:
     """Run the pipeline of `config` in the directory that Hydra made; `node` is Hydra's own part."""
     run = RunDir.create(node.runtime.output_dir, _facts(config, node))
-    with _recorded(run), _terminable():
+    with recorded(run), terminable():
         tree, patch = origin.source_tree()
         run.record(git=tree)
         if patch:
             run.write("source.patch", patch)
         check(config)
-        # These import torch, which a wrong config must not wait for.
-        from ds4flow.pipeline import State
-        from ds4flow.wiring import build_pipeline, read_prompt
+        refuse_two_prompts([*node.overrides.task, f"prompts={config.prompts or 'null'}"])
+        # This imports torch, which a wrong config must not wait for.
+        from ds4flow.prompt_run import perform
 
-        prompt = read_prompt(config)
-        run.write("prompt.txt", prompt)
-        pipeline = build_pipeline(config)
         _log.info("run started in %s", run.path)
-        pipeline.run(State(run=run, prompt=prompt))
+        perform(config, run)
 
 
 def _facts(config: DictConfig, node: HydraConf) -> dict[str, Any]:
@@ -97,39 +88,3 @@ def _facts(config: DictConfig, node: HydraConf) -> dict[str, Any]:
         },
         "config": provenance(config, node),
     }
-
-
-@contextmanager
-def _recorded(run: RunDir) -> Iterator[None]:
-    """Write into run.json how the run ended, whichever way it did."""
-    try:
-        yield
-    except BaseException as error:
-        stopped = isinstance(error, KeyboardInterrupt | BrokenPipeError)
-        status: Status = "interrupted" if stopped else "failed"
-        text = f"{type(error).__name__}: {error}"
-        expected = stopped or isinstance(error, Ds4FlowError)
-        _log.error("run %s: %s", status, text, exc_info=not expected)
-        # What stopped the run is what the user must see, not a disk that is full on top.
-        with suppress(Ds4FlowError, OSError):
-            run.finish(status, text)
-        raise
-    _log.info("run complete")
-    run.finish("complete")
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Treat SIGTERM like Ctrl-C, so that a run that a scheduler ends is recorded."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: object) -> NoReturn:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

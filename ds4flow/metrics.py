@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -24,14 +24,44 @@ DEFINITIONS = {
     "tokens_per_second": "output tokens / decode_seconds",
     "prefill_tokens_per_second": "prompt tokens / prefill_seconds",
     "peak_memory_bytes": "largest resident memory of the process",
+    "repeated_tokens": "output tokens that end a run of 8 tokens that was there before",
 }
 
 DEAD_AFTER = 64
 """Drafts after which a run without a single accepted one is called draft_dead."""
 
+REPEATS = 8
+"""Length of a run of tokens that counts as repeated text when it comes again."""
 
-def _ratio(part: int, whole: int) -> float | None:
+
+def ratio(part: float, whole: float) -> float | None:
+    """`part / whole`, None when there is nothing to divide by."""
     return part / whole if whole else None
+
+
+def repeated(tokens: Sequence[int], first: int) -> int:
+    """How many tokens from place `first` on end a run of `REPEATS` tokens that was there before.
+
+    Loops and recitals of the prompt count; text like that is easy to draft, and acceptance on it
+    says nothing about other text.
+    """
+    seen: set[tuple[int, ...]] = set()
+    count = 0
+    for end in range(REPEATS, len(tokens) + 1):
+        run = tuple(tokens[end - REPEATS : end])
+        count += end > first and run in seen
+        seen.add(run)
+    return count
+
+
+def repetition(repeats: int, output: int) -> list[str]:
+    """A warning when more than half of the output repeats earlier text."""
+    if 2 * repeats <= output:
+        return []
+    return [
+        f"{repeats} of {output} tokens repeat earlier text: acceptance and speed on such text say "
+        "nothing about other text"
+    ]
 
 
 @dataclass
@@ -57,6 +87,27 @@ class Counts:
         self.accepted_at.update(range(1, accepted + 1))
         if not drafted:
             self.skipped[draft_end] += 1
+
+    @classmethod
+    def of(cls, cycles: Iterable[Mapping[str, Any]]) -> Counts:
+        """The counts of recorded cycles, the lines of cycles.jsonl."""
+        counts = cls()
+        for cycle in cycles:
+            counts.add(
+                drafted=cycle["drafted"],
+                committed=len(cycle["tokens"]),
+                relaxed=cycle["relaxed"],
+                draft_end=cycle["draft_end"],
+            )
+        return counts
+
+    def merge(self, other: Counts) -> None:
+        """Add the counts of another run, so that ratios can be taken over both."""
+        self.cycles += other.cycles
+        self.output += other.output
+        self.relaxed += other.relaxed
+        for name in ("histogram", "verified_at", "accepted_at", "skipped"):
+            getattr(self, name).update(getattr(other, name))
 
     @property
     def drafted(self) -> int:
@@ -84,14 +135,14 @@ class Counts:
             "num_spec_steps": with_draft,
             "num_draft_tokens": self.drafted,
             "num_accepted_draft_tokens": self.accepted,
-            "draft_acceptance_rate": _ratio(self.accepted, self.drafted),
-            "mean_acceptance_length": _ratio(self.output, self.cycles),
-            "accepted_per_cycle": _ratio(self.accepted, self.cycles),
+            "draft_acceptance_rate": ratio(self.accepted, self.drafted),
+            "mean_acceptance_length": ratio(self.output, self.cycles),
+            "accepted_per_cycle": ratio(self.accepted, self.cycles),
             "acceptance_histogram": [
                 self.histogram[k] for k in range(max(self.histogram, default=-1) + 1)
             ],
             "accepted_per_position": [
-                _ratio(self.accepted_at[k], self.verified_at[k]) for k in depths
+                ratio(self.accepted_at[k], self.verified_at[k]) for k in depths
             ],
             "draft_n": self.drafted,
             "draft_n_accepted": self.accepted,
@@ -206,8 +257,8 @@ class Probe:
             "drafted": self.drafted,
             "decided": self.seen_at.total(),
             "hits": self.hits_at.total(),
-            "hit_rate": _ratio(self.hits_at.total(), self.seen_at.total()),
+            "hit_rate": ratio(self.hits_at.total(), self.seen_at.total()),
             "hits_per_position": [
-                _ratio(self.hits_at[k], self.seen_at[k]) for k in sorted(self.seen_at)
+                ratio(self.hits_at[k], self.seen_at[k]) for k in sorted(self.seen_at)
             ],
         }

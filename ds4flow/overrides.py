@@ -14,11 +14,21 @@ from ds4flow.errors import UsageError
 from ds4flow.quoting import quoted
 from ds4flow.schema import KEYS
 
-__all__ = ["PROVENANCE", "Flag", "Overrides", "assemble", "key_of", "literal", "quoted"]
+__all__ = [
+    "PROVENANCE",
+    "Flag",
+    "Overrides",
+    "assemble",
+    "key_of",
+    "literal",
+    "quoted",
+    "refuse_two_prompts",
+]
 
 PROVENANCE = "provenance"
 """The config key under which sources travel to the run, also into other processes."""
 
+_PROMPT_KEYS = ("prompt", "prompt_file", "prompts")  # what to continue: one of them counts
 _CHOICE = re.compile(r"choice\(.*\)", re.DOTALL)
 
 
@@ -84,8 +94,7 @@ def assemble(
                 f"{flag.key} is given twice: {flag.name} {flag.value} and {given[0]}",
                 "leave one of them out",
             )
-    if {"prompt", "prompt_file"} <= {*sources, *(flag.key for flag in flags)}:
-        raise UsageError("prompt and prompt_file are both given", "leave one of them out")
+    refuse_two_prompts([*words, *(f"{flag.key}={flag.value}" for flag in flags)])
     for flag in flags:
         words.append(literal(f"{flag.key}={flag.value}", multirun=multirun))
         sources[flag.key] = f"flag {flag.name}"
@@ -104,6 +113,14 @@ def assemble(
         pairs = ",".join(f"{key}:{quoted(source)}" for key, source in carried.items())
         words.append(f"+{PROVENANCE}={{{pairs}}}")
     return Overrides(words, notices)
+
+
+def refuse_two_prompts(words: Iterable[str]) -> None:
+    """Raise UsageError when overrides give more than one of a text, a file and a set of prompts."""
+    keys = {key_of(word) for word in words if word.partition("=")[2] != "null"}
+    given = [key for key in _PROMPT_KEYS if key in keys]
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(given)} are both given", "leave one of them out")
 
 
 def _refuse_sweep(variable: Variable, losers: Iterable[str], *, multirun: bool) -> None:

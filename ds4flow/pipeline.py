@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from ds4flow.cache import KVCache
+    from ds4flow.chat import Message
     from ds4flow.depth import Decision
     from ds4flow.gguf import GgufFile
     from ds4flow.model.trunk import Model
@@ -60,6 +61,7 @@ class State:
 
     run: RunDir
     prompt: str
+    messages: tuple[Message, ...] = ()  # a conversation, instead of the prompt
     files: Files = UNSET
     model: Model = UNSET
     tokenizer: Tokenizer = UNSET
@@ -92,6 +94,15 @@ class State:
     loop_micros: int = 0  # wall time of all cycles, observers included
     extra: dict[str, Any] = field(default_factory=dict)  # for stages from elsewhere
 
+    def share_with(self, run: RunDir, prompt: str, messages: tuple[Message, ...] = ()) -> State:
+        """The state of another prompt in `run`: what `Pipeline.share` made, and all else fresh."""
+        return State(
+            run,
+            prompt,
+            messages,
+            **{name: getattr(self, name) for name in SHARED},
+        )
+
     def switch_mtp_off(self, reason: str) -> None:
         """Draft no more in this run; says so once, and records it."""
         if not self.mtp_off:
@@ -114,16 +125,28 @@ FIELDS = tuple(item.name for item in fields(State))
 ALWAYS = frozenset(item.name for item in fields(State) if item.default is not None)
 """Fields that have a value from the start."""
 
+SHARED = ("files", "tokenizer", "model", "mtp_off")
+"""Fields that are the same for every prompt of one config: what `Stage.share` may set."""
+
 
 @dataclass
 class Stage:
     """One step of a run. The fields of a subclass are the keys of its config group.
 
     `reads` and `writes` name fields of `State`. `run` is called once in setup, or once a cycle.
+    Several prompts in one load run in pipelines of their own, whose stages are new, on states that
+    begin with what `share` made; a stage without it needs to know nothing of that.
     """
 
     reads: ClassVar[tuple[str, ...]] = ()
     writes: ClassVar[tuple[str, ...]] = ()
+
+    def share(self, state: State) -> None:
+        """Set those of the fields `SHARED` that this stage makes; `run` takes them as they are."""
+
+    def share_key(self) -> object:
+        """Stages with equal keys share equal things. Unless a stage knows better: all its keys."""
+        return type(self), *(getattr(self, item.name) for item in fields(self) if item.init)
 
     def run(self, state: State) -> None:
         """Do the step."""
@@ -182,6 +205,21 @@ class Pipeline:
         if writers:
             return f"put {' or '.join(writers)} before it"
         return f"add a stage that writes {item} to the pipeline"
+
+    def share(self, state: State) -> None:
+        """Do the part of setup that serves any number of prompts: files, tokenizer, model."""
+        for name in self._sharing():
+            start = time.perf_counter_ns()
+            self.stages[name].share(state)
+            state.total_micros[name] = (time.perf_counter_ns() - start) // 1000
+
+    def share_key(self) -> object:
+        """Pipelines with equal keys can use what either of them has shared."""
+        return tuple((name, self.stages[name].share_key()) for name in self._sharing())
+
+    def _sharing(self) -> list[str]:
+        """Setup stages that share something: no others can make shared things differ."""
+        return [name for name in self.setup if type(self.stages[name]).share is not Stage.share]
 
     def run(self, state: State) -> None:
         """Run setup, then cycles until a stage sets `done`. Stages are closed in every case."""

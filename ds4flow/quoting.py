@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 
 
+def uninterpolated(text: str) -> str:
+    """`text` as a value of a config that arrives unchanged: `${` in it stands for itself."""
+    return re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + "\\${", text)
+
+
 def quoted(text: str) -> str:
     """`text` as a quoted value of Hydra's grammar that arrives unchanged.
 
     Backslashes matter there only before a quote, and before `${`, which would be interpolated.
     """
-    text = re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + "\\${", text)
-    text = re.sub(r"(\\*)'", lambda m: m[1] * 2 + "\\'", text)
+    text = re.sub(r"(\\*)'", lambda m: m[1] * 2 + "\\'", uninterpolated(text))
     ending = len(text) - len(text.rstrip("\\"))
     return f"'{text}{chr(92) * ending}'"

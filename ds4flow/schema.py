@@ -243,6 +243,7 @@ class Root:
     name: str = knob()
     prompt: str = knob()
     prompt_file: str | None = knob()
+    prompts: str | None = knob()
     system: str = knob()
     trace: str = knob(choices=TRACES)
 

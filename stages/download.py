@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from importlib import resources
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ from ds4flow.fetching import fetch_shown
 from ds4flow.gguf import GgufFile
 from ds4flow.hub import HubFile
 from ds4flow.model.weights import find_mtp_layout
+from ds4flow.packaged import resolve
 from ds4flow.pipeline import Files, Stage, State
 
-_PACKAGE = "pkg://"
 _HASHED_BELOW = 1 << 30  # larger files are hashed only when a checksum was given
 
 
@@ -42,8 +41,8 @@ class LocalFiles(Stage):
 
     writes = ("files",)
 
-    def run(self, state: State) -> None:
-        """Set `files`, and record what they are."""
+    def share(self, state: State) -> None:
+        """Set `files`, for any number of prompts."""
         main = _checked(self._main_path(), self.sha256, "model.sha256")
         mtp = None
         mtp_path = self._mtp_path()
@@ -52,11 +51,22 @@ class LocalFiles(Stage):
         elif find_mtp_layout(main) is not None:
             mtp = main
         state.files = Files(main, mtp)
+
+    def share_key(self) -> object:
+        """Which files: the MTP file may depend on whether the run drafts, never on how deep."""
+        keys = {item.name: getattr(self, item.name) for item in fields(self)}
+        return type(self), *(keys | {"draft": self.draft != 0}).values()
+
+    def run(self, state: State) -> None:
+        """Set `files`, and record what they are."""
+        if state.files is None:
+            self.share(state)
+        main, mtp = state.files
         state.run.record(files={"main": _facts(main), "mtp": mtp and _facts(mtp)})
 
     def _main_path(self) -> Path:
         if self.path is not None:
-            return _resolved(self.path)
+            return resolve(self.path, "model.path")
         if self.repo is None or self.file is None:
             raise UsageError(
                 "model.path is not set, so there is no model to load",
@@ -77,7 +87,7 @@ class LocalFiles(Stage):
 
     def _mtp_path(self) -> Path | None:
         if self.mtp_path is not None:
-            return _resolved(self.mtp_path)
+            return resolve(self.mtp_path, "model.mtp_path")
         # Beside a file of the user's own, nobody said that the hub's MTP file belongs to it.
         if self.path is not None or self.mtp_file is None or self.repo is None:
             return None
@@ -106,16 +116,6 @@ class HubFiles(LocalFiles):
         if not self.uses_mtp or self.draft == 0 or self.no_gpu:
             return None
         return self._from_hub(repo, name, self.mtp_sha256)
-
-
-def _resolved(path: str) -> Path:
-    if not path.startswith(_PACKAGE):
-        return Path(path)
-    package, _, name = path.removeprefix(_PACKAGE).partition("/")
-    try:
-        return Path(str(resources.files(package) / name))
-    except ModuleNotFoundError:
-        raise UsageError(f"{path}: there is no package {package}", "check model.path") from None
 
 
 def _checked(path: Path, sha256: str | None, key: str) -> GgufFile:

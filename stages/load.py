@@ -5,7 +5,8 @@ What can be wrong with the request is found before the weights are touched.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -21,6 +22,12 @@ from ds4flow.tokenizer import ASSISTANT, THINK, USER, Tokenizer
 
 LARGEST_DEFAULT_CONTEXT = 8192
 """Context when none is asked for and the model's own is larger."""
+
+_PER_PROMPT = {
+    *("draft", "chunk", "context", "chat", "system"),
+    *("temperature", "top_k", "top_p", "min_p", "seed", "lossless"),
+}
+"""Keys that the loaded model does not depend on."""
 
 
 @dataclass
@@ -50,33 +57,70 @@ class LoadGguf(Stage):
     reads = ("files", "prompt")
     writes = ("tokenizer", "tokens", "model", "cache", "sampling", "mtp_off", "identity")
 
+    def share(self, state: State) -> None:
+        """Set tokenizer and model, for any number of prompts."""
+        self._switch_mtp(state)
+        self._choose_sampling(state)
+        self._read_vocabulary(state)
+        self._load(state)
+
+    def share_key(self) -> object:
+        """What the model depends on: not on the prompt, nor on how many drafts if there are any."""
+        kept = [item.name for item in fields(self) if item.name not in _PER_PROMPT]
+        drafts = (self.draft != 0, self.lossless or self._sampling().greedy)
+        return type(self), *drafts, *(getattr(self, name) for name in kept)
+
     def run(self, state: State) -> None:
         """Set the model, an empty cache, and `tokens` to the ids of the prompt."""
-        main, mtp = state.files
-        config = ModelConfig.from_gguf(main)
-        state.tokenizer = Tokenizer.from_metadata(main.metadata)
+        config = ModelConfig.from_gguf(state.files.main)
+        self._read_vocabulary(state)
         mode = self._chat_mode(state.tokenizer)
-        state.tokens = chat.prompt_ids(state.tokenizer, state.prompt, chat=mode, system=self.system)
+        state.tokens = self._prompt_ids(state, mode)
         context = self._context(config, len(state.tokens))
-        if self.no_gpu and self.draft != 0:
-            state.switch_mtp_off("DS4_NO_GPU (runtime.no_gpu) asks for plain greedy decoding")
+        self._switch_mtp(state)
         self._choose_sampling(state)
-        if self.threads:
-            torch.set_num_threads(self.threads)
-        wanted = self.uses_mtp and self.draft != 0 and not state.mtp_off
-        kernels = self._kernels()
-        state.model = Model.load(
-            main, mtp if wanted else None, profile=self.profile, kernels=kernels
-        )
+        self._load(state)
         state.cache = KVCache(
             config, context=context, draft_max=draft_max(self.draft), chunk=self.chunk
         )
+        template = state.tokenizer.chat_template
         state.run.record(
-            chat=mode, kernels=kernels, context_limit=context, threads=torch.get_num_threads()
+            chat=mode,
+            chat_template=template and hashlib.sha256(template.encode()).hexdigest(),
+            kernels=self._kernels(),
+            context_limit=context,
+            threads=torch.get_num_threads(),
         )
 
+    def _read_vocabulary(self, state: State) -> None:
+        if state.tokenizer is None:
+            state.tokenizer = Tokenizer.from_metadata(state.files.main.metadata)
+
+    def _load(self, state: State) -> None:
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        if state.model is not None:
+            return
+        main, mtp = state.files
+        wanted = self.uses_mtp and self.draft != 0 and not state.mtp_off
+        state.model = Model.load(
+            main, mtp if wanted else None, profile=self.profile, kernels=self._kernels()
+        )
+
+    def _prompt_ids(self, state: State, mode: str) -> list[int]:
+        if state.messages:
+            return chat.conversation_ids(state.tokenizer, state.messages, chat=mode)
+        return chat.prompt_ids(state.tokenizer, state.prompt, chat=mode, system=self.system)
+
+    def _switch_mtp(self, state: State) -> None:
+        if self.no_gpu and self.draft != 0:
+            state.switch_mtp_off("DS4_NO_GPU (runtime.no_gpu) asks for plain greedy decoding")
+
+    def _sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+
     def _choose_sampling(self, state: State) -> None:
-        sampling = Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+        sampling = self._sampling()
         if sampling.greedy:
             return
         state.sampling, state.identity = sampling, "sampled"

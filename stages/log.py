@@ -16,7 +16,7 @@ import numpy as np
 
 from ds4flow.diagnosis import Diagnosis, explain
 from ds4flow.errors import Ds4FlowError
-from ds4flow.metrics import DEFINITIONS, Costs, Counts, Probe
+from ds4flow.metrics import DEFINITIONS, Costs, Counts, Probe, repeated, repetition
 from ds4flow.pipeline import Stage, State
 from ds4flow.tokenizer import Tokenizer
 from ds4flow.trace import Tracer, measure_costs
@@ -144,7 +144,10 @@ class Log(Stage):
         )
         pieces = _pieces(state.tokenizer, {*prompt, *output, *self.drafted, *self.tracer.ids})
         state.run.write_json("pieces.json", pieces)
-        for warning in self.counts.warnings():
+        warnings = self.counts.warnings()
+        if self.table and self.counts.drafted:
+            warnings += repetition(summary["repeated_tokens"], summary["output_tokens"])
+        for warning in warnings:
             _say(f"note: {warning}")
         if summary["diagnosis"]:
             _say(f"note: {explain(summary['diagnosis'])}")
@@ -167,6 +170,7 @@ class Log(Stage):
             "first_gap": state.first_gap,
             "mtp_off": state.mtp_off or None,
             **self.counts.summary(),
+            "repeated_tokens": repeated(state.tokens, state.prompt_length),
             "diagnosis": self.diagnosis.summary(state.tokens) if self.counts.dead else None,
             "probe": self.probe.summary() if self.probe.drafted else None,
             "decode_seconds": seconds,

@@ -340,3 +340,20 @@ class FakeLoad(Stage):
 
         model.forward = slow  # type: ignore[method-assign]
         Start(model, 1000, [BOS_ID, *ids(state.prompt)]).run(state)
+
+
+@dataclass
+class LoopingLoad(Stage):
+    """Start, as a stage with a config group: the target loops after a prompt of one letter.
+
+    The drafter is right there, and wrong at every other position after other prompts.
+    """
+
+    writes = Start.writes
+
+    def run(self, state: State) -> None:
+        tokens = [BOS_ID, *ids(state.prompt)]
+        loops = len(state.prompt) == 1
+        target = reciting("abc" * 100, len(tokens)) if loops else chaotic(3)
+        model = fake_with_mtp(target, wrong=lambda position: not loops and position % 2 == 0)
+        Start(model, 1000, tokens).run(state)

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 FLOORS = (
-    {"errors", "rundir", "origin", "metrics", "runs"},
+    {"errors", "rundir", "origin", "metrics", "packaged", "runs"},
     {"model", "kernels", "device", "gguf", "gguf_header", "quants", "tokenizer", "chat"},
     {"speculate", "sampling", "depth", "diagnosis", "cache", "graph"},
     {"pipeline", "trace"},
@@ -27,8 +27,19 @@ FLOORS = (
         "config",
         "provenance",
         "wiring",
+        "prompt_set",
     },
-    {"cli", "completion", "execute", "report", "__main__"},
+    {
+        "cli",
+        "completion",
+        "execute",
+        "recorded",
+        "prompt_run",
+        "prompt_summary",
+        "report",
+        "ab",
+        "__main__",
+    },
 )
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
 # Floor 5 composes configs and floor 6 takes commands; torch may not be waited for before a run.

@@ -1,0 +1,186 @@
+"""What a composed config asks for, done in a run directory: one prompt, or a set in one load.
+
+Every prompt of a set runs as a run of its own would, in a directory of its own, with new stages, a
+new cache and only files, tokenizer and model shared. So neither its text nor any count depends on
+its place in the set. A prompt that fails is recorded, and the others go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from ds4flow import prompt_set, prompt_summary
+from ds4flow.errors import Ds4FlowError, UsageError
+from ds4flow.pipeline import State
+from ds4flow.prompt_set import Prompt, PromptSet
+from ds4flow.prompt_summary import Outcome, SetResult
+from ds4flow.quoting import uninterpolated
+from ds4flow.recorded import STOPS, recorded
+from ds4flow.rundir import RunDir
+from ds4flow.runs.record import Run
+from ds4flow.wiring import build_pipeline, read_prompt
+
+_log = logging.getLogger("ds4flow")
+
+SOURCE = "prompt set"
+"""Origin of values that a set gave to one of its prompts."""
+
+_CARRIED = ("command", "identity", "versions", "machine", "choices", "config")
+_OWN = ("prompt_id", "prompt_category", "prompt_line", "seed", "finish_reason")
+
+
+def load(config: DictConfig, run: RunDir) -> State:
+    """Open the files and load the model that `config` names, for any number of prompts."""
+    shared = State(run=run, prompt="")
+    build_pipeline(config).share(shared)
+    return shared
+
+
+def read_set(config: DictConfig) -> PromptSet | None:
+    """The set that the config names, checked; None when it names none."""
+    if config.prompts is None:
+        return None
+    if config.prompt_file is not None:
+        raise UsageError("prompt_file and prompts are both given", "set one of them to null")
+    return prompt_set.read(str(config.prompts), mode=str(config.model.chat))
+
+
+def perform(config: DictConfig, run: RunDir, shared: State | None = None) -> None:
+    """Run the prompt or the set of prompts of a checked config.
+
+    `shared` is what `load` made for an equal config; without it everything is loaded here. Raises
+    Ds4FlowError when a prompt failed, after the others have run.
+    """
+    prompts = read_set(config)
+    if prompts is not None:
+        run.write("prompts.jsonl", prompts.data)
+        run.record(**prompts.facts)
+        _perform_set(config, run, prompts, shared or load(config, run))
+        return
+    text = read_prompt(config)
+    run.write("prompt.txt", text)
+    pipeline = build_pipeline(config)
+    pipeline.run(State(run=run, prompt=text) if shared is None else shared.share_with(run, text))
+
+
+def _perform_set(config: DictConfig, run: RunDir, prompts: PromptSet, shared: State) -> None:
+    talks = bool(OmegaConf.select(config, "log.table", default=True))
+    outcomes: list[Outcome] = []
+    try:
+        for index, prompt in enumerate(prompts.prompts):
+            place = f"prompt {index + 1}/{len(prompts.prompts)}"
+            if talks:
+                _say(f"{place}: {prompt.id} ({prompt.category})")
+            try:
+                _perform_one(config, run, prompt, index, shared)
+            finally:
+                path = run.path / prompt.folder(index)
+                begun = (path / "run.json").is_file()
+                outcomes.append(Outcome(index, prompt, Run.open(path) if begun else None))
+                if talks or outcomes[-1].status == "failed":
+                    _say(f"{place}: {prompt_summary.line(outcomes[-1])}")
+    finally:
+        missing = range(len(outcomes), len(prompts.prompts))
+        outcomes += [Outcome(index, prompts.prompts[index], None) for index in missing]
+        result = prompt_summary.collect(outcomes)
+        run.release_reserve()
+        run.record(**{**_common(result, run.facts), "identity": result.total.identity})
+        run.write_json("summary.json", result.summary())
+        if talks:
+            _show(result, run)
+    if result.failed:
+        first = result.failed[0]
+        others = f" and {len(result.failed) - 1} more" if len(result.failed) > 1 else ""
+        raise Ds4FlowError(
+            f"{len(result.failed)} of {len(outcomes)} prompts failed: {first.prompt.id}{others}: "
+            f"{(first.error or '').splitlines()[0]}",
+            "the others are complete; summary.json names every prompt and how it ended",
+        )
+
+
+def _perform_one(
+    config: DictConfig, run: RunDir, prompt: Prompt, index: int, shared: State
+) -> None:
+    """Run one prompt in its own directory; only what stops the whole set is raised."""
+    changes = _changes(config, prompt)
+    facts = {name: run.facts[name] for name in _CARRIED if name in run.facts}
+    facts["config"] = _config_facts(facts.get("config", {}), prompt, changes)
+    seed = changes.get("sampling.seed")
+    facts |= dict(zip(_OWN, (prompt.id, prompt.category, prompt.line, seed), strict=False))
+    child = RunDir.create(run.path / prompt.folder(index), facts)
+    child.write("prompt.txt", prompt.written)
+    _log.info("prompt %s in %s", prompt.id, child.path.name)
+    mine = config.copy()
+    for key, value in {**changes, "log.table": False}.items():
+        if OmegaConf.select(mine, key) is not None:
+            text = uninterpolated(value) if isinstance(value, str) else value
+            OmegaConf.update(mine, key, text)
+    state = shared.share_with(child, prompt.text, prompt.messages)
+    try:
+        with recorded(child):
+            if shared.mtp_off:
+                child.record(mtp_off=shared.mtp_off)
+            build_pipeline(mine).run(state)
+    except STOPS:
+        raise
+    except Exception:
+        pass  # recorded, with its traceback in run.log where it is not the user's doing
+    finally:
+        _end_line(mine, state)
+
+
+def _changes(config: DictConfig, prompt: Prompt) -> dict[str, Any]:
+    """The keys that are this prompt's own."""
+    changes: dict[str, Any] = {}
+    if prompt.max_tokens is not None:
+        changes["commit.max_tokens"] = prompt.max_tokens
+    if prompt.system is not None:
+        changes["system"] = prompt.system
+    if config.sampling.temperature > 0.0:
+        changes["sampling.seed"] = prompt.seed(config.sampling.seed)
+    return changes
+
+
+def _config_facts(
+    config: Mapping[str, Any], prompt: Prompt, changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The record of a config with which a single run does what this prompt did."""
+    own = {"prompts": None, "prompt": prompt.text, **changes}
+    return {**config, **{key: {"value": value, "source": SOURCE} for key, value in own.items()}}
+
+
+def _common(result: SetResult, known: Mapping[str, Any]) -> dict[str, Any]:
+    """What the stages recorded alike for every prompt: files, kernels, chat and the like."""
+    facts = [dict(one.run.facts) for one in result.outcomes if one.run is not None]
+    first = facts[0] if facts else {}
+    return {
+        key: value
+        for key, value in first.items()
+        if key not in known and key not in _OWN and all(key in f and f[key] == value for f in facts)
+    }
+
+
+def _end_line(config: DictConfig, state: State) -> None:
+    """Texts follow each other on stdout: begin the next one on a line of its own."""
+    if OmegaConf.select(config, "log.stream") and state.text and not state.text.endswith("\n"):
+        print(flush=True)
+
+
+def _show(result: SetResult, run: RunDir) -> None:
+    from rich.console import Console
+
+    for warning in result.warnings():
+        _say(f"note: {warning}")
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(prompt_summary.table(result))
+    _say(f"run directory {os.path.relpath(run.path)}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
