@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -17,6 +17,7 @@ DEFINITIONS = {
     "draft_acceptance_rate": "num_accepted_draft_tokens / num_draft_tokens",
     "mean_acceptance_length": "output tokens / cycles, so t0 is included",
     "acceptance_histogram": "cycles by accepted drafts; sum((k + 1) * count) is the output length",
+    "verified_per_position": "drafts verified at depth 1, 2, ..",
     "accepted_per_position": "of the drafts verified at depth 1, 2, ..: share that was committed",
     "accepted_per_cycle": "num_accepted_draft_tokens / cycles",
     "relaxed_accepts": "committed drafts that were not the target's most likely token",
@@ -89,16 +90,19 @@ class Counts:
             self.skipped[draft_end] += 1
 
     @classmethod
-    def of(cls, cycles: Iterable[Mapping[str, Any]]) -> Counts:
-        """The counts of recorded cycles, the lines of cycles.jsonl."""
-        counts = cls()
-        for cycle in cycles:
-            counts.add(
-                drafted=cycle["drafted"],
-                committed=len(cycle["tokens"]),
-                relaxed=cycle["relaxed"],
-                draft_end=cycle["draft_end"],
-            )
+    def of(cls, summary: Mapping[str, Any]) -> Counts:
+        """The counts behind a run's summary."""
+        histogram = dict(enumerate(summary["acceptance_histogram"]))
+        counts = cls(
+            cycles=summary["cycles"],
+            output=summary["output_tokens"],
+            relaxed=summary["relaxed_accepts"],
+            histogram=Counter(histogram),
+            verified_at=Counter(dict(enumerate(summary["verified_per_position"], 1))),
+            skipped=Counter(summary["skipped"]),
+        )
+        for accepted, cycles in histogram.items():
+            counts.accepted_at.update(dict.fromkeys(range(1, accepted + 1), cycles))
         return counts
 
     def merge(self, other: Counts) -> None:
@@ -141,6 +145,7 @@ class Counts:
             "acceptance_histogram": [
                 self.histogram[k] for k in range(max(self.histogram, default=-1) + 1)
             ],
+            "verified_per_position": [self.verified_at[k] for k in depths],
             "accepted_per_position": [
                 ratio(self.accepted_at[k], self.verified_at[k]) for k in depths
             ],

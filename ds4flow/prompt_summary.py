@@ -54,14 +54,16 @@ class Figures:
     identities: Counter[str] = field(default_factory=Counter)
 
     def add(self, run: Run) -> None:
-        """Take a finished prompt."""
+        """Take a finished prompt; without a log stage there is nothing to add but one."""
         self.prompts += 1
-        self.prompt_tokens += run.summary.get("prompt_tokens", 0)
-        self.repeated += run.summary.get("repeated_tokens", 0)
-        self.seconds += run.summary.get("decode_seconds", 0.0)
-        self.prefill_seconds += run.summary.get("prefill_seconds", 0.0)
-        self.counts.merge(Counts.of(run.cycles()))
         self.identities[str(run.facts.get("identity"))] += 1
+        if not run.summary:
+            return
+        self.prompt_tokens += run.summary["prompt_tokens"]
+        self.repeated += run.summary["repeated_tokens"]
+        self.seconds += run.summary["decode_seconds"]
+        self.prefill_seconds += run.summary["prefill_seconds"]
+        self.counts.merge(Counts.of(run.summary))
 
     @property
     def identity(self) -> str:

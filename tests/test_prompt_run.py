@@ -14,7 +14,6 @@ from click.testing import CliRunner, Result
 from ds4flow import rundir
 from ds4flow.cli import main
 from ds4flow.config import compose
-from ds4flow.metrics import Counts
 from ds4flow.model.trunk import Model
 from ds4flow.overrides import literal
 from ds4flow.prompt_run import SOURCE, perform
@@ -194,9 +193,16 @@ def test_totals_are_taken_from_counts() -> None:
         assert figures["tokens_per_second"] == output / seconds
         histogram = figures["acceptance_histogram"]
         assert sum((k + 1) * count for k, count in enumerate(histogram)) == output
-        assert (
-            figures["accepted_per_position"] == Counts.of(cycles).summary()["accepted_per_position"]
-        )
+        for depth, share in enumerate(figures["accepted_per_position"], 1):
+            reached = [cycle["accepted"] >= depth for cycle in cycles if cycle["drafted"] >= depth]
+            assert share == sum(reached) / len(reached)
+
+
+def test_totals_need_no_trace() -> None:
+    words = ("mtp.draft=3", write(rows(*TEXTS)))
+    traced, untraced = run(*words).summary, run(*words, "trace=off").summary
+    for name in ("cycles", "num_draft_tokens", "skipped", "accepted_per_position"):
+        assert untraced[name] == traced[name] != []
 
 
 def test_values_of_a_prompt_replace_those_of_the_run() -> None:
