@@ -242,16 +242,20 @@ class Pipeline:
 
     def _step(self, name: str, state: State) -> None:
         stage = self.stages[name]
-        for item in stage.reads:
-            if getattr(state, item) is None:
-                raise Ds4FlowError(
-                    f"stage {name} reads {item}, which has no value yet", self._who_writes(item)
-                )
+        if state.cycle <= 1:  # what had a value once keeps one
+            self._check_values(name, stage, state)
         start = time.perf_counter_ns()
         stage.run(state)
         micros = (time.perf_counter_ns() - start) // 1000
         state.micros[name] = micros
         state.total_micros[name] = state.total_micros.get(name, 0) + micros
+
+    def _check_values(self, name: str, stage: Stage, state: State) -> None:
+        for item in stage.reads:
+            if getattr(state, item) is None:
+                raise Ds4FlowError(
+                    f"stage {name} reads {item}, which has no value yet", self._who_writes(item)
+                )
 
     def _close(self, state: State) -> list[Exception]:
         """Close every stage, also after one fails to; return the failures."""

@@ -88,7 +88,7 @@ class RunDir:
     def __init__(self, path: Path, facts: dict[str, Any]) -> None:
         self.path = path
         self.facts = facts
-        self._files: dict[str, int] = {}
+        self._files: dict[str, _Appended] = {}
         self._started = time.monotonic()
 
     @classmethod
@@ -127,8 +127,8 @@ class RunDir:
         if self.facts.get("status") != "running":
             return
         self.release_reserve()
-        for descriptor in self._files.values():
-            os.close(descriptor)
+        for file in self._files.values():
+            os.close(file.descriptor)
         self._files.clear()
         ended = datetime.now(UTC).isoformat(timespec="milliseconds")
         seconds = round(time.monotonic() - self._started, 3)
@@ -159,24 +159,36 @@ class RunDir:
 
     def append(self, name: str, data: str | bytes) -> None:
         """Append to a file, whole or not at all; what was appended survives a killed process."""
-        path = self.path / name
+        encoded = _encoded(data)
         try:
-            if name not in self._files:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
-                self._files[name] = os.open(path, flags, 0o644)
-            descriptor = self._files[name]
-            before = os.fstat(descriptor).st_size
-            try:
-                _write_all(descriptor, _encoded(data))
-            except OSError:
-                os.ftruncate(descriptor, before)
-                raise
+            file = self._files.get(name)
+            if file is None:
+                file = self._files[name] = _Appended(self.path / name)
+            file.append(encoded)
         except OSError as error:
-            raise _unwritable(path, error) from None
+            raise _unwritable(self.path / name, error) from None
 
     def append_json(self, name: str, value: Any) -> None:
         """Append `value` as one line of JSON."""
         self.append(name, json.dumps(value, separators=(",", ":")) + "\n")
+
+
+class _Appended:
+    """A file that grows by whole pieces; this process alone writes to it."""
+
+    def __init__(self, path: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
+        self.descriptor = os.open(path, flags, 0o644)
+        self.size = os.fstat(self.descriptor).st_size
+
+    def append(self, data: bytes) -> None:
+        """Write all of `data`, or leave the file as it was and raise OSError."""
+        try:
+            _write_all(self.descriptor, data)
+        except OSError:
+            os.ftruncate(self.descriptor, self.size)
+            raise
+        self.size += len(data)
 
 
 def _encoded(data: str | bytes) -> bytes:

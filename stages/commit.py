@@ -48,7 +48,9 @@ class Commit(Stage):
         state.committed = kept
         state.relaxed = self._relaxed(state, count)
         if kept:
-            before = torch.cat((state.hidden[None], state.streams[: count - 1]))
+            before = state.hidden[None]
+            if count > 1:
+                before = torch.cat((before, state.streams[: count - 1]))
             state.fresh = Fresh(first, kept, before)
             state.hidden = state.streams[count - 1]
         state.next_token = (*accepted, state.verdict.next_token)[count]
