@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -107,9 +108,14 @@ def _wrong_type(error: Exception, cause: ValidationError) -> UsageError:
     what = typed[1] if typed else name
     if key is None:
         return UsageError(f"{what}: {_first_line(cause)}", SEE)
-    kind = _TYPES.get(key.type, "a list of texts, as [a,b]")
+    kind = _TYPES.get(key.type, _list_of(key.type))
     null = " or null" if key.optional else ""
     return UsageError(f"{what} is not {kind}", f"give {name} {kind}{null}")
+
+
+def _list_of(kind: object) -> str:
+    items = typing.get_args(kind)
+    return "a list of numbers, as [0.8,0.5]" if float in items else "a list of texts, as [a,b]"
 
 
 def _first_line(error: Exception) -> str:

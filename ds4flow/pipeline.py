@@ -74,10 +74,11 @@ class State:
     first_gap: float | None = None  # the target's top-2 logit gap where the prompt ends
     hidden: torch.Tensor = UNSET
     fresh: Fresh | None = None
+    drafter: str = ""  # which drafter the run has; `synthetic` ones say so
     drafts: tuple[Draft, ...] = ()
     draft_logits: tuple[torch.Tensor, ...] = ()  # one row [V] a draft
     draft_from: tuple[np.ndarray, ...] = ()  # when sampling: what each draft was drawn from, [V]
-    draft_end: str = ""  # why drafting stopped: depth, gate, eos, room, auto, off
+    draft_end: str = ""  # why drafting stopped: depth, gate, eos, room, auto, off, recording
     depth_choice: Decision | None = None  # of mtp.draft=auto
     rows: tuple[int, ...] = ()  # the tokens of the verify pass
     streams: torch.Tensor = UNSET  # [rows, N, D]
@@ -147,6 +148,9 @@ class Stage:
     def share_key(self) -> object:
         """Stages with equal keys share equal things. Unless a stage knows better: all its keys."""
         return type(self), *(getattr(self, item.name) for item in fields(self) if item.init)
+
+    def prepare(self, state: State) -> None:
+        """Called once between setup and the first cycle, outside of every measured time."""
 
     def run(self, state: State) -> None:
         """Do the step."""
@@ -226,6 +230,8 @@ class Pipeline:
         try:
             for name in self.setup:
                 self._step(name, state)
+            for name in dict.fromkeys((*self.cycle, *self.observe)):
+                self.stages[name].prepare(state)
             start = time.perf_counter_ns()
             while state.done is None:
                 state.cycle += 1

@@ -53,6 +53,11 @@ def knob(
     return field(default=MISSING, metadata={"limits": limits})
 
 
+def option(*, low: float | None = None, high: float | None = None) -> Any:
+    """A field that only some options of its group have; null stands for its absence elsewhere."""
+    return field(default=None, metadata={"limits": Limits(low, high)})
+
+
 @dataclass
 class Mtp:
     """Knobs of speculation, shared by the stages."""
@@ -189,6 +194,10 @@ class Draft(StageGroup):
     keep_accepted: bool = knob(link="mtp.keep_accepted")
     max_tokens: int = knob(link="commit.max_tokens")
     ignore_eos: bool = knob(link="commit.ignore_eos")
+    # of draft=oracle alone
+    accept: list[float] | None = option()
+    tokens: str | None = option()
+    seed: int | None = option(low=0)
 
 
 @dataclass

@@ -28,8 +28,10 @@ def _build_stage(name: str, config: DictConfig) -> Stage:
         raise UsageError(f"the group {name} has no _target_", "name its class, as module.Class")
     cls = _stage_class(name, target)
     keys = [item.name for item in fields(cls) if item.init]
-    for key in values:
-        if key not in keys:
+    for key in list(values):
+        if values[key] is None and key not in keys:
+            del values[key]  # a field that only other options of the group have
+        elif key not in keys:
             raise UsageError(
                 f"{name}.{key} is not a key of {target}",
                 near_match(key, keys) or f"it has {', '.join(keys) or 'no keys'}",

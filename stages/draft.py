@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import torch
 
 from ds4flow.depth import AUTO_DEPTH_MAX, DepthPolicy
+from ds4flow.errors import Ds4FlowError, UsageError
+from ds4flow.oracle import Oracle, check_rates
 from ds4flow.pipeline import Fresh, Stage, State
 from ds4flow.sampling import draw_draft
 from ds4flow.speculate import Draft, argmax, top_gap
+
+FEW_ROWS = 17
+"""Stale rows of a cycle that drafted as deep as it can: more are the backlog of a pause."""
 
 
 @dataclass
@@ -30,8 +39,21 @@ class NoDrafter(Stage):
     max_tokens: int
     ignore_eos: bool
 
-    reads = ("model", "tokenizer", "cache", "tokens", "next_token", "hidden")
-    writes = ("drafts", "draft_logits", "draft_from", "draft_end", "depth_choice")
+    kind: ClassVar[str] = "off"  # what records call it
+
+    reads: ClassVar[tuple[str, ...]] = (
+        "model",
+        "tokenizer",
+        "cache",
+        "tokens",
+        "next_token",
+        "hidden",
+    )
+    writes = ("drafts", "draft_logits", "draft_from", "draft_end", "depth_choice", "drafter")
+
+    def prepare(self, state: State) -> None:
+        """Say which drafter it is."""
+        state.drafter = self.kind
 
     def run(self, state: State) -> None:
         """Set no drafts."""
@@ -54,6 +76,9 @@ class Drafter(NoDrafter):
     steps: int = field(default=0, init=False)  # draft steps of the last cycle
     seconds: float = field(default=0.0, init=False)  # that they took
     finished: float = field(default=0.0, init=False)  # when they were done
+    backlog: float = field(default=0.0, init=False)  # seconds for what a pause left behind
+
+    kind = "custom"
 
     def __post_init__(self) -> None:
         if self.depth == "auto":
@@ -65,12 +90,12 @@ class Drafter(NoDrafter):
         cache = state.cache
         left = min(self.max_tokens - len(state.output), cache.context - cache.length) - 1
         depth = 0 if state.mtp_off else max(0, min(self._depth(state, left, start), left))
-        self.steps = depth
+        self.steps, self.backlog = depth, 0.0
         self.propose(state, depth)
         if not depth:
             state.draft_end = self._why_none(state, left)
         self.finished = time.perf_counter()
-        self.seconds = self.finished - start
+        self.seconds = self.finished - start - self.backlog
 
     def _depth(self, state: State, left: int, now: float) -> int:
         if self.policy is None:
@@ -102,12 +127,19 @@ class MtpDrafter(Drafter):
     """
 
     written: int = field(default=0, init=False)  # rows that the last draft pass wrote
-    stale: list[Fresh] = field(default_factory=list, init=False)  # rows to rewrite before drafting
+    stale: deque[Fresh] = field(default_factory=deque, init=False)  # to rewrite before drafting
+    stale_rows: int = field(default=0, init=False)
+
+    kind = "mtp"
+
+    def prepare(self, state: State) -> None:
+        """Switch drafting off where there is no block to draft with."""
+        super().prepare(state)
+        if self.depth != 0 and state.model.mtp is None:
+            state.switch_mtp_off("the model files hold no MTP weights")
 
     def run(self, state: State) -> None:
         """Note which of the block's cache rows are stale, then draft."""
-        if self.depth != 0 and state.model.mtp is None:
-            state.switch_mtp_off("the model files hold no MTP weights")
         if self.depth != 0 and not state.mtp_off:
             self._note_stale(state)
         super().run(state)
@@ -118,28 +150,41 @@ class MtpDrafter(Drafter):
             return
         final = self.written if self.keep_accepted else min(self.written, 1)
         if final < len(fresh.tokens):
-            self.stale.append(
-                Fresh(fresh.first + final, fresh.tokens[final:], fresh.streams[final:])
-            )
+            rows = Fresh(fresh.first + final, fresh.tokens[final:], fresh.streams[final:])
+            self.stale.append(rows)
+            self.stale_rows += len(rows.tokens)
         state.fresh = None
+        assert state.model.mtp is not None
+        reach = state.model.mtp.reach
+        while self.stale and self.stale_rows - len(self.stale[0].tokens) >= reach:
+            self.stale_rows -= len(self.stale.popleft().tokens)  # no draft will see these
 
-    def _refresh(self, state: State) -> None:
-        """Rewrite the stale rows; cycles without drafts leave them for the next one with."""
+    def _refresh(self, state: State) -> Fresh | None:
+        """Rewrite the stale rows; the last few are returned, to go with the first step.
+
+        Cycles without drafts leave their rows for the next one with.
+        """
         block = state.model.mtp
         assert block is not None
-        for fresh in _joined(self.stale):
-            block.warm(fresh.streams, fresh.tokens, fresh.first, state.cache)
+        parts = list(_joined(self.stale))
         self.stale.clear()
+        self.stale_rows = 0
+        last = parts.pop() if parts and len(parts[-1].tokens) <= FEW_ROWS else None
+        start = time.perf_counter()
+        for fresh in parts:
+            block.warm(fresh.streams, fresh.tokens, fresh.first, state.cache)
+        if parts:
+            self.backlog = time.perf_counter() - start
+        return last
 
     def propose(self, state: State, depth: int) -> None:
         """Draft until `depth`, the end of the text, or a logit gap below the gate."""
         super().propose(state, depth)
         self.written = 0
         if depth:
-            self._refresh(state)
-            self._draft(state, depth)
+            self._draft(state, depth, self._refresh(state))
 
-    def _draft(self, state: State, depth: int) -> None:
+    def _draft(self, state: State, depth: int, stale: Fresh | None) -> None:
         block, cache = state.model.mtp, state.cache
         assert block is not None
         streams, token = state.hidden, state.next_token
@@ -148,15 +193,12 @@ class MtpDrafter(Drafter):
         drawn: list[np.ndarray] = []
         state.draft_end = "depth"
         while len(drafts) < depth:
-            logits, streams = block.step(streams, token, cache.length + len(drafts), cache)
+            position = cache.length + len(drafts)
+            logits, streams = block.step(streams, token, position, cache, stale)
+            stale = None
             self.written += 1
             self.steps = self.written
-            if state.sampling is None:
-                token = int(argmax(logits))
-            else:
-                place = cache.length + len(drafts) + 1
-                token, source = draw_draft(logits, place, state.sampling)
-                drawn.append(source)
+            token = self._choose(state, logits, position + 1, drawn)
             gap = top_gap(logits)
             ends = token == state.tokenizer.eos and not self.ignore_eos
             # The row before an end of text already tells it; verifying it would gain nothing. A
@@ -175,8 +217,18 @@ class MtpDrafter(Drafter):
         state.drafts, state.draft_logits = tuple(drafts), tuple(rows)
         state.draft_from = tuple(drawn[: len(drafts)])
 
+    def _choose(
+        self, state: State, logits: torch.Tensor, position: int, drawn: list[np.ndarray]
+    ) -> int:
+        """The draft for `position`; when sampling, what it was drawn from is added to `drawn`."""
+        if state.sampling is None:
+            return int(argmax(logits))
+        token, source = draw_draft(logits, position, state.sampling)
+        drawn.append(source)
+        return token
 
-def _joined(stale: list[Fresh]) -> Iterator[Fresh]:
+
+def _joined(stale: Iterable[Fresh]) -> Iterator[Fresh]:
     """Neighbouring rows as one, so that a long pause costs one call."""
     rows: list[Fresh] = []
     for fresh in stale:
@@ -189,8 +241,110 @@ def _joined(stale: list[Fresh]) -> Iterator[Fresh]:
 
 
 def _join(rows: list[Fresh]) -> Fresh:
+    if len(rows) == 1:
+        return rows[0]
     tokens = tuple(token for row in rows for token in row.tokens)
     return Fresh(rows[0].first, tokens, torch.cat([row.streams for row in rows]))
+
+
+@dataclass
+class OracleDrafter(MtpDrafter):
+    """Synthetic: proposes the target's own greedy tokens, spoiled at rates by position.
+
+    The MTP block runs for its cost, and its answer is thrown away. `accept` are the rates at which
+    drafts of depth 1, 2, .. are right, the last one for all deeper. `tokens` names a run whose
+    output is replayed; null decodes greedily once before the run that is measured, with a cache of
+    its own. Where the text leaves the recording, nothing is drafted.
+    """
+
+    accept: list[float]
+    tokens: str | None
+    seed: int
+    oracle: Oracle | None = field(default=None, init=False)
+
+    kind = "oracle, synthetic"
+    reads = (*MtpDrafter.reads, "logits")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_rates(self.accept)
+
+    def prepare(self, state: State) -> None:
+        """Get the greedy tokens, from a run or by decoding."""
+        super().prepare(state)
+        if state.sampling is not None:
+            raise UsageError(
+                "draft=oracle replays greedy tokens, but this run samples",
+                "set sampling.temperature=0, or use draft=mtp",
+            )
+        if state.mtp_off or self.depth == 0 or state.done is not None:
+            return
+        start = time.perf_counter()
+        recorded = self._decoded(state) if self.tokens is None else self._read(state, self.tokens)
+        vocab = state.logits.shape[-1]
+        self.oracle = Oracle(
+            recorded, len(state.tokens), self.accept, vocab, self.seed, state.tokenizer.eos
+        )
+        state.run.record(
+            oracle={
+                "synthetic": True,
+                "accept": list(self.accept),
+                "seed": self.seed,
+                "recorded": len(recorded),
+                "source": self.tokens or "decoded before the run",
+                "seconds": round(time.perf_counter() - start, 3),
+            }
+        )
+
+    def _decoded(self, state: State) -> list[int]:
+        print(
+            f"draft=oracle: decoding up to {self.max_tokens} greedy tokens to replay, before the "
+            "run itself",
+            file=sys.stderr,
+        )
+        cache, token = copy.deepcopy(state.cache), state.next_token
+        found: list[int] = []
+        while len(found) < self.max_tokens and cache.length < cache.context:
+            if token == state.tokenizer.eos and not self.ignore_eos:
+                break
+            found.append(token)
+            token = int(argmax(state.model.logits(state.model.forward([token], cache)))[0])
+            cache.commit(1)
+        return found
+
+    def _read(self, state: State, name: str) -> list[int]:
+        from ds4flow.runs.record import ROOT, Run, resolve_run
+
+        run = Run.open(resolve_run(name, ROOT))
+        if run.path.resolve() == state.run.path.resolve():
+            raise UsageError(
+                f"draft.tokens={name} is this run itself", "give the number of an earlier run"
+            )
+        if run.prompt_tokens != state.tokens:
+            raise Ds4FlowError(
+                f"draft.tokens={name} is a run of another prompt",
+                "give a greedy run of this prompt and model, or leave draft.tokens out",
+            )
+        return run.tokens
+
+    def propose(self, state: State, depth: int) -> None:
+        """Draft as the MTP block would, as far as the recording goes."""
+        oracle = self.oracle
+        if depth and oracle is not None:
+            at = state.cache.length  # of the certain token, which the recording has as well
+            strayed = not oracle.left(at) or oracle.recorded[at - oracle.first] != state.next_token
+            depth = 0 if strayed else min(depth, oracle.left(at + 1))
+            oracle.chain()
+        super().propose(state, depth)
+        if not depth and state.draft_end == "off":
+            state.draft_end = "recording"
+
+    def _choose(
+        self, state: State, logits: torch.Tensor, position: int, drawn: list[np.ndarray]
+    ) -> int:
+        argmax(logits)  # as dear as a real draft
+        assert self.oracle is not None
+        return self.oracle.propose(position)
 
 
 class LyingDrafter(Drafter):
@@ -198,6 +352,8 @@ class LyingDrafter(Drafter):
 
     It writes cache rows beyond the cursor, which must stay invisible.
     """
+
+    kind = "lying, synthetic"
 
     def propose(self, state: State, depth: int) -> None:
         """Propose `depth` tokens, each other than the target's choice after those before it."""

@@ -140,7 +140,10 @@ class Log(Stage):
         summary = self._summary(state)
         state.run.write_json("summary.json", summary)
         state.run.record(
-            identity=state.identity, finish_reason=state.done, draft_dead=summary["draft_dead"]
+            identity=state.identity,
+            drafter=state.drafter or None,
+            finish_reason=state.done,
+            draft_dead=summary["draft_dead"],
         )
         pieces = _pieces(state.tokenizer, {*prompt, *output, *self.drafted, *self.tracer.ids})
         state.run.write_json("pieces.json", pieces)
@@ -168,6 +171,7 @@ class Log(Stage):
             "context_limit": state.cache.context,
             "identity": state.identity,
             "first_gap": state.first_gap,
+            "drafter": state.drafter or None,
             "mtp_off": state.mtp_off or None,
             **self.counts.summary(),
             "repeated_tokens": repeated(state.tokens, state.prompt_length),
@@ -299,6 +303,7 @@ def _table(summary: dict[str, Any], state: State) -> None:
         + f" of {summary['num_draft_tokens']} drafts",
         "mean acceptance length": _number(summary["mean_acceptance_length"], ".2f"),
         "identity": identity,
+        **({"drafter": state.drafter} if "synthetic" in state.drafter else {}),
         "run directory": os.path.relpath(state.run.path),
     }
     table = Table(show_header=False, box=None, pad_edge=False)

@@ -22,6 +22,7 @@ from ds4flow.stages.prefill import Prefill
 from ds4flow.stages.verify import Verify
 
 from ds4flow.model.head import check_logits
+from ds4flow.model.mtp import Pairs
 from ds4flow.pipeline import Pipeline, Stage, State
 from ds4flow.rundir import RunDir
 from ds4flow.speculate import Draft
@@ -115,9 +116,18 @@ class FakeMtp:
     ) -> None:
         self.warm(torch.cat((previous[None], streams[:-1])), tokens, first, cache)
 
+    reach = 1 << 20  # its steps look at every row
+
     def step(
-        self, streams: torch.Tensor, token: int, position: int, cache: FakeCache
+        self,
+        streams: torch.Tensor,
+        token: int,
+        position: int,
+        cache: FakeCache,
+        stale: Pairs | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if stale is not None:
+            self.warm(stale[2], stale[1], stale[0], cache)
         self.steps += 1
         # Rows before the cursor must be final: paired with the target's streams.
         visible = cache.visible()

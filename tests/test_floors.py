@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = (
     {"errors", "rundir", "origin", "metrics", "packaged", "runs"},
     {"model", "kernels", "device", "gguf", "gguf_header", "quants", "tokenizer", "chat"},
-    {"speculate", "sampling", "depth", "diagnosis", "cache", "graph"},
+    {"speculate", "sampling", "depth", "oracle", "diagnosis", "cache", "graph"},
     {"pipeline", "trace"},
     {"stages"},
     {

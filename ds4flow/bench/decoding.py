@@ -13,6 +13,7 @@ from ds4flow.bench.results import PeerResult, SpeculationResult
 from ds4flow.bench.samples import Samples, interleave, samples
 from ds4flow.bench.settings import Say, Settings, check_context, quiet
 from ds4flow.depth import AUTO_DEPTH_MAX, DepthPolicy
+from ds4flow.oracle import Oracle
 from ds4flow.traffic import selects, weight_traffic
 
 
@@ -124,7 +125,7 @@ def _depth(arm: Arm) -> int | DepthPolicy:
 def _drafter(engine: Engine, arm: Arm, start: Start, recorded: Sequence[int]) -> Drafter:
     if not arm.rates:
         return OwnDrafter()
-    return OracleDrafter(recorded, start.length, arm.rates, engine.model.config.vocab)
+    return OracleDrafter(Oracle(recorded, start.length, arm.rates, engine.model.config.vocab))
 
 
 def _together(runs: Iterable[Run]) -> Run:

@@ -19,6 +19,7 @@ from ds4flow.cache import KVCache
 from ds4flow.depth import DepthPolicy
 from ds4flow.errors import UsageError
 from ds4flow.gguf import GgufFile, TensorInfo
+from ds4flow.model.mtp import Pairs
 from ds4flow.model.trunk import Model
 from ds4flow.model.weights import find_mtp_layout
 from ds4flow.speculate import Verdict, argmax, verify
@@ -210,13 +211,16 @@ def speculative(
     started = clock()
     while len(run.tokens) < count:
         begun = clock()
+        stale: Pairs | None = None
         if fresh is not None:
             first, rows, streams = fresh
             final = min(written, 1)  # the first row of a draft pass came from the target's streams
             if final < len(rows):
-                block.warm(streams[final:], rows[final:], first + final, cache)
+                stale = first + final, rows[final:], streams[final:]
         wanted = depth if isinstance(depth, int) else depth.choose(depth.depth_max).depth
-        drafts = drafter.propose(block, hidden, token, wanted, cache)
+        if stale is not None and not wanted:
+            block.warm(stale[2], stale[1], stale[0], cache)
+        drafts = drafter.propose(block, hidden, token, wanted, cache, stale)
         written = len(drafts)
         drafted_at = clock()
         rows = [token, *(draft.token for draft in drafts)]
@@ -227,7 +231,8 @@ def speculative(
         if sink is not None:
             for row in range(kept):
                 sink(cache.length + row, logits[row])
-        fresh = (cache.length, rows[:kept], torch.cat((hidden[None], streams[: kept - 1])))
+        before = hidden[None] if kept == 1 else torch.cat((hidden[None], streams[: kept - 1]))
+        fresh = (cache.length, rows[:kept], before)
         cache.commit(kept)
         hidden, token = streams[kept - 1], verdict.next_token
         _count(run, rows[:kept], verdict, len(drafts))

@@ -17,11 +17,19 @@ from ds4flow.model.layer import layer_forward
 from ds4flow.model.rope import Rope
 from ds4flow.model.weights import MtpWeights, TrunkWeights
 
+MEMO_TOKENS = 512  # tokens whose projected embedding is kept
+MEMO_ROWS = 16  # a pass of more rows than this is a prompt, whose tokens are not looked up
+
+Pairs = tuple[int, Sequence[int], torch.Tensor]
+"""Position `first`, tokens at `first ..`, and the trunk's streams `[M, N, D]` of `first-1 ..`."""
+
 
 class MtpBlock:
     """One transformer layer with its own window rows, hyper-connection head and final norm.
 
-    Embedding and output matrix are the trunk's unless the file brings its own.
+    Embedding and output matrix are the trunk's unless the file brings its own. What a token alone
+    decides (its embedding, normed and projected) is remembered for the tokens seen last: a row has
+    the same bits in any company, so this changes none.
     """
 
     def __init__(
@@ -38,17 +46,37 @@ class MtpBlock:
         self.rope = rope
         self.embedding = weights.embed or trunk.embed
         self.output = weights.output or trunk.output
+        self._known: dict[int, torch.Tensor] = {}  # token: its row [1, D]
+
+    @property
+    def reach(self) -> int:
+        """How many rows before its own a draft can see, its own included."""
+        return self.config.window
 
     def _join(self, streams: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
         """Input streams `[M, N, D]` of the block from the paired streams and tokens."""
+        normed = self.kernels.rms_norm(streams, self.weights.hnorm)
+        hidden = self.kernels.linear(normed.flatten(0, 1), self.weights.h_proj)
+        return self._embedded(tokens)[:, None, :] + hidden.unflatten(0, streams.shape[:2])
+
+    def _embedded(self, tokens: Sequence[int]) -> torch.Tensor:
+        """The tokens' part `[M, D]` of the input, from memory where it is known."""
+        if isinstance(tokens, torch.Tensor) or len(tokens) > MEMO_ROWS:  # ids on a device: unknown
+            return self._project(tokens)
+        known = self._known
+        new = [token for token in dict.fromkeys(tokens) if token not in known]
+        if new:
+            if len(known) + len(new) > MEMO_TOKENS:
+                known.clear()
+                new = list(dict.fromkeys(tokens))
+            known.update(zip(new, self._project(new).split(1), strict=True))
+        rows = [known[token] for token in tokens]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def _project(self, tokens: Sequence[int]) -> torch.Tensor:
         kernels, weights = self.kernels, self.weights
         embedded = kernels.rms_norm(kernels.embed(self.embedding, tokens), weights.enorm)
-        embedded = kernels.linear(embedded, weights.e_proj)
-        normed = kernels.rms_norm(streams, weights.hnorm)
-        hidden = kernels.linear(normed.flatten(0, 1), weights.h_proj).unflatten(
-            0, streams.shape[:2]
-        )
-        return embedded[:, None, :] + hidden
+        return kernels.linear(embedded, weights.e_proj)
 
     @torch.inference_mode()
     def warm(self, streams: torch.Tensor, tokens: Sequence[int], first: int, cache: Cache) -> None:
@@ -58,9 +86,11 @@ class MtpBlock:
         row depends on its own pair only. Rows that no later draft can see are skipped.
         """
         skipped = max(0, len(tokens) - self.config.window)
-        streams, tokens, first = streams[skipped:], tokens[skipped:], first + skipped
+        tokens, first = tokens[skipped:], first + skipped
+        self._write(self._join(streams[skipped:], tokens), first, cache)
+
+    def _write(self, joined: torch.Tensor, first: int, cache: Cache) -> None:
         layer = self.weights.layer
-        joined = self._join(streams, tokens)
         x, _, _ = self.kernels.hc_pre(joined, layer.hc_attn, layer.attn_norm)
         self.kernels.kv_rows(x, layer, self.rope, cache.mtp.window, first)
 
@@ -82,15 +112,25 @@ class MtpBlock:
 
     @torch.inference_mode()
     def forward(
-        self, streams: torch.Tensor, tokens: Sequence[int], first: int, cache: Cache
+        self,
+        streams: torch.Tensor,
+        tokens: Sequence[int],
+        first: int,
+        cache: Cache,
+        *,
+        written: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the block on M pairs at positions `first ..`.
+        """Run the block on M pairs at positions `first ..`; of the first `written` of them only the
+        window rows are needed, as by `warm`.
 
-        Returns draft logits `[M, V]` and the block's own streams `[M, N, D]`, the input of the next
-        depth. Raises NumericsError when a logit is not finite.
+        Returns draft logits `[M - written, V]` and the block's own streams `[M - written, N, D]`,
+        the input of the next depth. Raises NumericsError when a logit is not finite.
         """
-        cache.check_room(first, len(tokens))
+        cache.check_room(first + written, len(tokens) - written)
         joined = self._join(streams, tokens)
+        if written:
+            self._write(joined[:written], first, cache)
+            joined, tokens, first = joined[written:], tokens[written:], first + written
         out = layer_forward(
             self.kernels, joined, tokens, self.weights.layer, cache.mtp, self.rope, first
         )
@@ -98,8 +138,23 @@ class MtpBlock:
         return head_logits(self.kernels, out, self.weights.head, self.output, where), out
 
     def step(
-        self, streams: torch.Tensor, token: int, position: int, cache: Cache
+        self,
+        streams: torch.Tensor,
+        token: int,
+        position: int,
+        cache: Cache,
+        stale: Pairs | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One draft step: logits `[V]` and streams `[N, D]` for (`streams [N, D]`, `token`)."""
-        logits, out = self.forward(streams[None], [token], position, cache)
+        """One draft step: logits `[V]` and streams `[N, D]` for (`streams [N, D]`, `token`).
+
+        `stale` are pairs, at most a window of them, whose rows are to be written before: when they
+        end at `position` they go through the block's projections together with the step.
+        """
+        tokens, pairs, first = [token], streams[None], position
+        if stale is not None and stale[0] + len(stale[1]) == position:
+            first, tokens = stale[0], [*stale[1], token]
+            pairs = torch.cat((stale[2], pairs))
+        elif stale is not None:
+            self.warm(stale[2], stale[1], stale[0], cache)
+        logits, out = self.forward(pairs, tokens, first, cache, written=len(tokens) - 1)
         return logits[0], out[0]

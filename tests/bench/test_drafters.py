@@ -8,6 +8,7 @@ from ds4flow.bench.engine import Engine, greedy, prepare, same_bits, speculative
 from ds4flow.bench.settings import random_tokens
 from ds4flow.depth import DepthPolicy
 from ds4flow.errors import UsageError
+from ds4flow.oracle import Oracle
 
 COUNT = 22
 
@@ -19,7 +20,12 @@ class CountingBlock:
         self.fed: list[tuple[int, int]] = []
 
     def step(
-        self, streams: torch.Tensor, token: int, position: int, cache: object
+        self,
+        streams: torch.Tensor,
+        token: int,
+        position: int,
+        cache: object,
+        stale: object = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.fed.append((token, position))
         return torch.arange(10.0), streams
@@ -34,7 +40,7 @@ class Cursor:
 def propose(rates: tuple[float, ...], cycles: int) -> list[list[bool]]:
     """Which drafts of each cycle are right, when every cycle starts at the next position."""
     recorded = [i % 10 for i in range(cycles + 10)]
-    oracle = OracleDrafter(recorded, 0, rates, vocab=10)
+    oracle = OracleDrafter(Oracle(recorded, 0, rates, vocab=10))
     oracle.begin()
     cache, found = Cursor(), []
     for position in range(cycles):
@@ -59,7 +65,7 @@ def test_acceptance_is_exactly_the_rate_at_every_place(rates: tuple[float, ...])
 
 def test_the_pattern_starts_anew_with_every_run() -> None:
     recorded = list(range(10))
-    oracle = OracleDrafter(recorded, 0, (0.5,), vocab=10)
+    oracle = OracleDrafter(Oracle(recorded, 0, (0.5,), vocab=10))
     runs = []
     for _ in range(2):
         oracle.begin()
@@ -70,14 +76,14 @@ def test_the_pattern_starts_anew_with_every_run() -> None:
 
 
 def test_the_oracle_stops_where_the_recording_ends() -> None:
-    oracle = OracleDrafter([1, 2, 3], 0, (1.0,), vocab=10)
+    oracle = OracleDrafter(Oracle([1, 2, 3], 0, (1.0,), vocab=10))
     assert len(oracle.propose(CountingBlock(), torch.zeros(1), 0, 5, Cursor())) == 2
 
 
 def test_rates_must_be_probabilities() -> None:
     for rates in ((), (1.2,), (-0.1,)):
         with pytest.raises(UsageError, match="not probabilities"):
-            OracleDrafter([], 0, rates, 10)
+            Oracle([], 0, rates, 10)
 
 
 def test_no_drafter_changes_a_bit(engine: Engine) -> None:
@@ -87,8 +93,8 @@ def test_no_drafter_changes_a_bit(engine: Engine) -> None:
     for drafter, depth in (
         (OwnDrafter(), 1),
         (OwnDrafter(), DepthPolicy(3)),
-        (OracleDrafter(recorded, start.length, (0.8, 0.5, 0.5), vocab), 3),
-        (OracleDrafter(recorded, start.length, (0.0,), vocab), 2),
+        (OracleDrafter(Oracle(recorded, start.length, (0.8, 0.5, 0.5), vocab)), 3),
+        (OracleDrafter(Oracle(recorded, start.length, (0.0,), vocab)), 2),
     ):
         found = same_bits(engine.model, start, COUNT - 10, drafter, depth)
         assert found == (True, True, True)
@@ -97,12 +103,13 @@ def test_no_drafter_changes_a_bit(engine: Engine) -> None:
 def test_counts_add_up(engine: Engine) -> None:
     start = prepare(engine.model, random_tokens(engine, 20, 0), room=COUNT + 12)
     recorded = greedy(engine.model, start, COUNT + 5).tokens
-    right = OracleDrafter(recorded, start.length, (1.0,), engine.model.config.vocab)
+    vocab = engine.model.config.vocab
+    right = OracleDrafter(Oracle(recorded, start.length, (1.0,), vocab))
     run = speculative(engine.model, start, 15, right, 2)
     assert run.tokens == recorded[: len(run.tokens)]
     assert (len(run.tokens), run.cycles, run.drafted, run.accepted) == (15, 5, 10, 10)
     assert (run.acceptance, run.mean_length, run.depths) == (1.0, 3.0, {2: 5})
-    wrong = OracleDrafter(recorded, start.length, (0.0,), engine.model.config.vocab)
+    wrong = OracleDrafter(Oracle(recorded, start.length, (0.0,), vocab))
     run = speculative(engine.model, start, 5, wrong, 2)
     assert (len(run.tokens), run.cycles, run.drafted, run.accepted) == (5, 5, 10, 0)
     assert run.seconds > 0.0

@@ -253,8 +253,8 @@ def test_a_gate_changes_counts_and_never_the_text(
     model = fake_with_mtp(target, wrong=lambda position: False)
     assert model.mtp is not None
     original = model.mtp.step
-    model.mtp.step = lambda s, t, p, c: (  # type: ignore[method-assign]
-        original(s, t, p, c)[0] * (1.0 if p % 10 == 0 else 0.1),
+    model.mtp.step = lambda s, t, p, c, stale: (  # type: ignore[method-assign]
+        original(s, t, p, c, stale)[0] * (1.0 if p % 10 == 0 else 0.1),
         original(s, t, p, c)[1],
     )
     result = decode(tmp_path / "run", model, depth=1, drafter=MtpDrafter, gate=2.0, max_tokens=60)

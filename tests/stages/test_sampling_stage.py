@@ -174,7 +174,7 @@ class Table:
         self.target[:, BOS_ID] = self.block[:, BOS_ID] = -30.0
         # Likely enough for a mistake with it to show.
         self.target[:, EOS_ID], self.block[:, EOS_ID] = 1.0, 1.4
-        self.mtp = self
+        self.mtp, self.reach = self, 64
 
     def forward(self, tokens: Sequence[int], cache: Any) -> torch.Tensor:
         return torch.tensor([float(token) for token in tokens]).reshape(-1, 1, 1)
@@ -186,7 +186,7 @@ class Table:
         pass
 
     def step(
-        self, streams: torch.Tensor, token: int, position: int, cache: Any
+        self, streams: torch.Tensor, token: int, position: int, cache: Any, stale: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.block[token], streams
 
