@@ -118,7 +118,9 @@ def synth(path: str, words: tuple[str, ...]) -> None:
 @click.option(
     "-p", "--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt; may be repeated."
 )
-@click.option("--drafter", type=click.Choice(["mtp", "lying", "oracle"]), default="mtp", show_default=True)
+@click.option(
+    "--drafter", type=click.Choice(["mtp", "lying", "oracle"]), default="mtp", show_default=True
+)
 def verify(overrides: tuple[str, ...], depths: str, prompts: tuple[str, ...], drafter: str) -> None:
     """Prove that speculation equals greedy decoding here: tokens, logits bits and cache state.
 
