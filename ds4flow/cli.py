@@ -138,6 +138,7 @@ def run(overrides: tuple[str, ...], short_m: str | None, **options: Any) -> None
 
     from ds4flow import env
     from ds4flow.config import validate
+    from ds4flow.execute import hand_over
     from ds4flow.overrides import assemble
 
     words, notices = assemble(words, _flags(options, words), env.read(), multirun=multirun)
@@ -150,7 +151,7 @@ def run(overrides: tuple[str, ...], short_m: str | None, **options: Any) -> None
     arguments = showing or (["--multirun"] if multirun else [])
     if options["config_dir"]:
         arguments += ["--config-dir", options["config_dir"]]
-    _hand_over([*arguments, *words])
+    hand_over([*arguments, *words])
 
 
 def _flags(options: dict[str, Any], words: Sequence[str]) -> list[Flag]:
@@ -194,18 +195,6 @@ def _with_directory(words: Sequence[str], first: DictConfig, *, multirun: bool) 
         template = str(OmegaConf.select(first, key))
     path = rundir.allocate(template)
     return [word for word in words if key_of(word) != key] + [f"{key}={quoted(str(path))}"]
-
-
-def _hand_over(arguments: list[str]) -> None:
-    """Call Hydra's entry point, which reads `sys.argv`."""
-    from ds4flow.execute import job
-
-    before = sys.argv
-    sys.argv = ["ds4flow", *arguments]
-    try:
-        job()
-    finally:
-        sys.argv = before
 
 
 @main.command("completion")

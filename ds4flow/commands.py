@@ -206,4 +206,29 @@ def report(word: str, output: Path | None, plots: Path | None) -> None:
     click.echo(report_command(word, output, plots))
 
 
-COMMANDS = (bench, download, inspect, report, runs, synth, verify)
+@click.command("replay")
+@click.argument("word", metavar="RUN")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--drop", multiple=True, metavar="KEY", help="Leave out a key that is gone.")
+@click.option("--other-weights", is_flag=True, help="Run with model files other than the run's.")
+@click.option("--config-dir", metavar="DIR", help="A folder with more YAML.  [the run's own]")
+@click.option(
+    "--root",
+    type=click.Path(path_type=Path),
+    default=Path("runs"),
+    show_default=True,
+    metavar="DIR",
+    help="The folder of all runs.",
+)
+def replay(word: str, overrides: tuple[str, ...], root: Path, **options: Any) -> None:
+    """Do RUN again in a new directory, and compare what comes out; exit 1 when it differs.
+
+    Config and weights are the run's. With KEY=VALUE, which changes them, a difference is no error.
+    """
+    from ds4flow.replay import replay_command
+    from ds4flow.runs.record import Run, resolve_run
+
+    sys.exit(replay_command(Run.open(resolve_run(word, root)), root, overrides, **options))
+
+
+COMMANDS = (bench, download, inspect, replay, report, runs, synth, verify)

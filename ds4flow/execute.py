@@ -22,7 +22,7 @@ from ds4flow import origin
 from ds4flow.checks import check
 from ds4flow.errors import Ds4FlowError
 from ds4flow.overrides import refuse_two_prompts
-from ds4flow.provenance import provenance
+from ds4flow.provenance import PARENT, provenance
 from ds4flow.recorded import Terminated, recorded, terminable
 from ds4flow.rundir import RunDir
 
@@ -58,6 +58,16 @@ def job(config: DictConfig) -> None:
         raise SystemExit(141) from None
 
 
+def hand_over(arguments: list[str]) -> None:
+    """Call Hydra's entry point, which reads `sys.argv`."""
+    before = sys.argv
+    sys.argv = ["ds4flow", *arguments]
+    try:
+        job()
+    finally:
+        sys.argv = before
+
+
 def execute(config: DictConfig, node: HydraConf) -> None:
     """Run the pipeline of `config` in the directory that Hydra made; `node` is Hydra's own part."""
     run = RunDir.create(node.runtime.output_dir, _facts(config, node))
@@ -76,7 +86,9 @@ def execute(config: DictConfig, node: HydraConf) -> None:
 
 
 def _facts(config: DictConfig, node: HydraConf) -> dict[str, Any]:
+    parent = OmegaConf.select(config, PARENT)
     return {
+        **({} if parent is None else {"parent": OmegaConf.to_container(parent)}),
         "command": [Path(sys.argv[0]).name, *node.overrides.task],
         "identity": "exact",
         "versions": origin.versions(),

@@ -13,6 +13,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from ds4flow import schema
 from ds4flow.overrides import PROVENANCE, key_of
 
+PARENT = "parent"
+"""The config key under which a replay names the run that it repeats."""
+
 
 def provenance(config: DictConfig, hydra: HydraConf) -> dict[str, dict[str, Any]]:
     """`{key: {"value", "source"}}` of every leaf of a composed config, in order.
@@ -42,7 +45,7 @@ def provenance(config: DictConfig, hydra: HydraConf) -> dict[str, dict[str, Any]
     return {
         key: {"value": value, "source": source(key)}
         for key, value in leaves(config)
-        if key != PROVENANCE and not key.startswith(f"{PROVENANCE}.") and not _follows(key)
+        if key.partition(".")[0] not in (PROVENANCE, PARENT) and not follows(key)
     }
 
 
@@ -58,7 +61,8 @@ def leaves(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def _follows(key: str) -> bool:
+def follows(key: str) -> bool:
+    """Whether a key takes its value from another key, and can be set there only."""
     return key in schema.KEYS and bool(schema.KEYS[key].limits.link)
 
 

@@ -33,6 +33,7 @@ FLOORS = (
         "cli",
         "completion",
         "execute",
+        "replay",
         "recorded",
         "prompt_run",
         "prompt_summary",

@@ -58,4 +58,11 @@ def print_table(
         table.add_column(name, justify="left" if index < left else "right", overflow="fold")
     for cells in rows:
         table.add_row(*cells)
-    console().print(table)
+    out = console()
+    if sys.stdout.isatty():
+        out.print(table)
+        return
+    with out.capture() as captured:
+        out.print(table)
+    for line in captured.get().splitlines():
+        print(line.rstrip())

@@ -1,0 +1,335 @@
+"""`ds4flow replay`: a run again, with the same config and the same weights, in a new directory.
+
+What cannot be the same is refused or said; what came out is compared down to the bits.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from ds4flow import env, rundir, schema
+from ds4flow.config import compose, validate
+from ds4flow.errors import Ds4FlowError, UsageError, near_match
+from ds4flow.explain import explained
+from ds4flow.overrides import PROVENANCE, key_of, literal, quoted
+from ds4flow.provenance import PARENT, follows, leaves
+from ds4flow.rundir import RunDir
+from ds4flow.runs.bits import compare_bits
+from ds4flow.runs.compare import difference_lines, first_difference
+from ds4flow.runs.record import PROMPTS, Run, label
+
+_PLACES = ("download.", "hydra.", "name", "log.")
+"""Beginnings of keys that say where things lie or what is shown, never what comes out."""
+
+
+class Plan(NamedTuple):
+    """What a replay hands to Hydra: overrides, lines to say first, and whether it is the same."""
+
+    words: list[str]
+    notices: list[str]
+    same: bool  # no override of what could change the output
+
+
+def replay_command(
+    run: Run,
+    root: Path,
+    typed: Sequence[str],
+    *,
+    drop: Sequence[str],
+    other_weights: bool,
+    config_dir: str | None,
+) -> int:
+    """Replay `run` and say what came out; 1 when the output differs and nothing was overridden."""
+    from ds4flow.execute import hand_over
+
+    name = label(run.path, root)
+    if run.part:
+        raise UsageError(f"{name} is one prompt of a set", f"replay the set: {run.path.parent}")
+    folder = config_dir or _recorded_config_dir(run)
+    plan = make_plan(run, name, typed, drop=drop, config_dir=folder)
+    words, first = validate(plan.words, config_dir=folder)
+    for notice in plan.notices:
+        print(notice, file=sys.stderr)
+    check_weights(run, name, first, other_weights=other_weights)
+    path = _directory(first)
+    words = [word for word in words if key_of(word) != "hydra.run.dir"]
+    arguments = ["--config-dir", folder] if folder else []
+    hand_over([*arguments, *words, f"hydra.run.dir={quoted(str(path))}"])
+    same = report_outcome(run, Run.open(path), name)
+    return 1 if plan.same and not same else 0
+
+
+def make_plan(
+    run: Run,
+    name: str,
+    typed: Sequence[str],
+    *,
+    drop: Sequence[str] = (),
+    config_dir: str | None = None,
+) -> Plan:
+    """The overrides that make today's config the one that `run` recorded, `typed` ones aside.
+
+    Only what today's defaults do not give is written out. A DS4_* variable overrides as it does in
+    `ds4flow run`, and is named. Raises UsageError for keys that no longer exist.
+    """
+    recorded = _recorded(run, name)
+    overrides = [literal(word) for word in typed]
+    typed_keys = {key_of(word) for word in overrides}
+    groups = _group_words(run, typed_keys, config_dir)
+    search = _search_path(run, typed_keys)
+    today = _flat(compose([*search, *groups, *overrides], config_dir=config_dir))
+    kept = {
+        key: value
+        for key, value in recorded.items()
+        if not _is_given(key, typed_keys) and key not in drop and not _is_wiring(run, key)
+    }
+    _refuse_gone(kept, recorded, today, drop, name)
+    words = {key: f"{key}={spelled(value)}" for key, value in kept.items() if today[key] != value}
+    sources = {key: f"{name}: {run.origins[key]}" for key in words}
+    notices = _new_keys(recorded, today, name)
+    changed_by = [key for key in typed_keys if not key.startswith(_PLACES)]
+    for variable in env.read():
+        loser = next((word for word in overrides if key_of(word) == variable.key), None)
+        if loser is None and spelled(recorded.get(variable.key)) == variable.value:
+            continue
+        loser = loser or f"{variable.key}={spelled(recorded.get(variable.key))} of {name}"
+        notices.append(f"{variable.name}={variable.value} overrides {loser}")
+        overrides = [word for word in overrides if key_of(word) != variable.key]
+        words[variable.key] = f"{variable.key}={variable.value}"
+        sources[variable.key] = f"env {variable.name} over {loser}"
+        if not variable.key.startswith(_PLACES):
+            changed_by.append(variable.key)
+    pairs = ",".join(f"{key}:{quoted(source)}" for key, source in sources.items())
+    return Plan(
+        [
+            *search,
+            *groups,
+            *words.values(),
+            *overrides,
+            *([f"+{PROVENANCE}={{{pairs}}}"] if pairs else []),
+            f"+{PARENT}={{{_parent(run)}}}",
+        ],
+        notices,
+        not changed_by,
+    )
+
+
+def _parent(run: Run) -> str:
+    facts = {"path": str(run.path.resolve()), "started": str(run.facts.get("started"))}
+    return ",".join(f"{key}:{quoted(value)}" for key, value in facts.items())
+
+
+def _recorded(run: Run, name: str) -> dict[str, Any]:
+    """The config of a run, with the prompt itself instead of a file that may have changed since."""
+    if not run.config or not isinstance(run.facts.get("choices"), dict):
+        raise Ds4FlowError(
+            f"{name} did not record its config, so it cannot be replayed",
+            "runs of ds4flow run can be replayed",
+        )
+    config = dict(run.config)
+    if config.get("prompt_file") is not None:
+        config |= {"prompt": run.prompt, "prompt_file": None}
+    if config.get("prompts") is not None:
+        config["prompts"] = str((run.path / PROMPTS).resolve())
+    return config
+
+
+def _group_words(run: Run, typed: set[str], config_dir: str | None) -> list[str]:
+    """Today's defaults turned into the options that the run chose. Presets are values by now."""
+    shipped = compose([], config_dir=config_dir, hydra=True).hydra.runtime.choices
+    return [
+        f"{'' if group in shipped else '+'}{group}={spelled(option)}"
+        for group, option in run.facts["choices"].items()
+        if option is not None
+        and group != "experiment"
+        and group not in typed
+        and shipped.get(group) != option
+    ]
+
+
+def _recorded_hydra(run: Run) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load((run.path / ".hydra" / "hydra.yaml").read_bytes())
+    except (OSError, yaml.YAMLError):
+        return {}
+    found = content.get("hydra") if isinstance(content, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _recorded_config_dir(run: Run) -> str | None:
+    """The --config-dir that the run was given."""
+    sources = (_recorded_hydra(run).get("runtime") or {}).get("config_sources") or ()
+    for source in sources:
+        if source.get("provider") == "command-line" and source.get("schema") == "file":
+            return str(source["path"])
+    return None
+
+
+def _search_path(run: Run, typed: set[str]) -> list[str]:
+    paths = _recorded_hydra(run).get("searchpath")
+    if not paths or "hydra.searchpath" in typed:
+        return []
+    return [f"hydra.searchpath={spelled(paths)}"]
+
+
+def _flat(config: DictConfig) -> dict[str, Any]:
+    return {key: value for key, value in leaves(config) if not follows(key)}
+
+
+def _is_wiring(run: Run, key: str) -> bool:
+    """Whether a key is the class behind a group's option, which no user chose."""
+    return key.endswith("._target_") and run.origins[key].partition(" ")[0] in ("default", "group")
+
+
+def _is_given(key: str, typed: set[str]) -> bool:
+    """Whether an override names the key itself or a group that it lies in."""
+    parts = key.split(".")
+    return any(".".join(parts[:size]) in typed for size in range(1, len(parts) + 1))
+
+
+def _refuse_gone(
+    kept: dict[str, Any],
+    recorded: dict[str, Any],
+    today: dict[str, Any],
+    drop: Iterable[str],
+    name: str,
+) -> None:
+    for key in drop:
+        if key not in recorded:
+            raise UsageError(
+                f"--drop {key}: {name} has no such key", near_match(key, recorded) or "leave it out"
+            )
+    gone = [key for key in kept if key not in today]
+    if not gone:
+        return
+    fix = "leave out with " + " ".join(f"--drop {key}" for key in gone)
+    for key in gone:
+        hint = near_match(key, schema.KEYS.keys() - recorded.keys())
+        if hint:
+            fix += f"; for {key}={spelled(kept[key])}, {hint} type it as well"
+    raise UsageError(f"{name} was made with {', '.join(gone)}, which no longer exist", fix)
+
+
+def _new_keys(recorded: dict[str, Any], today: dict[str, Any], name: str) -> list[str]:
+    fresh = [key for key in today if key not in recorded]
+    if not fresh:
+        return []
+    return [f"new since {name}, at today's defaults: {', '.join(fresh)}"]
+
+
+def spelled(value: Any) -> str:
+    """A value in the grammar of Hydra's overrides, which reads it back unchanged."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return quoted(value)
+    if isinstance(value, list):
+        return f"[{','.join(map(spelled, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{spelled(item)}' for key, item in value.items())}}}"
+    return repr(value)
+
+
+def _directory(config: DictConfig) -> Path:
+    with explained():
+        return rundir.allocate(str(OmegaConf.select(config, "hydra.run.dir")))
+
+
+def check_weights(run: Run, name: str, config: DictConfig, *, other_weights: bool) -> None:
+    """Refuse weights other than those that the run recorded, before a directory is made.
+
+    The pipeline's own stages find the files, so that what is checked is what will be loaded. Raises
+    Ds4FlowError with both digests, unless `other_weights` allows them.
+    """
+    before = run.facts.get("files")
+    if not before:
+        return
+    now = _files(config)
+    for role, key in (("main", "model.path"), ("mtp", "model.mtp_path")):
+        old, new = before.get(role), now.get(role)
+        if not old or not new:
+            if old and run.config.get("mtp.draft") != 0:
+                problem = f"there is no {role} file; {name} had {_known(old)}"
+            else:
+                continue
+        elif _known(old) == _known(new):
+            if old.get("sha256") is None:
+                print(f"note: {new['path']} is compared by size and time only", file=sys.stderr)
+            continue
+        else:
+            problem = f"{new['path']} has {_known(new)}, but {name} ran with {_known(old)}"
+        if not other_weights:
+            raise Ds4FlowError(
+                problem, f"name the same file with {key}=FILE, or add --other-weights"
+            )
+        print(f"note: {problem}", file=sys.stderr)
+
+
+def _known(file: dict[str, Any]) -> str:
+    """What identifies a file: its digest, or what was recorded instead."""
+    if file.get("sha256") is not None:
+        return f"the SHA-256 {file['sha256']}"
+    return f"{file.get('bytes')} bytes of {file.get('modified')}"
+
+
+def _files(config: DictConfig) -> dict[str, Any]:
+    """The facts of the files that the config leads to, as its own stages record them."""
+    from ds4flow.pipeline import State
+    from ds4flow.wiring import build_pipeline
+
+    pipeline = build_pipeline(config)
+    with tempfile.TemporaryDirectory() as folder:
+        state = State(run=RunDir.create(Path(folder) / "files"), prompt="")
+        for stage in pipeline.setup:
+            pipeline.stages[stage].run(state)
+            if "files" in pipeline.stages[stage].writes:
+                break
+        return state.run.facts.get("files") or {}
+
+
+def report_outcome(parent: Run, child: Run, name: str) -> bool:
+    """Say whether the outputs are the same bits, or where they part; whether they are the same."""
+    pairs = [(parent, child, name)]
+    if (parent.path / PROMPTS).is_file():
+        pairs = [
+            (Run.open(part), Run.open(child.path / part.name), f"{name}/{part.name}")
+            for part in sorted(parent.path.glob("prompt-*-*"))
+            if (child.path / part.name).is_dir()
+        ]
+    return all([_report_pair(*pair) for pair in pairs])
+
+
+def _report_pair(parent: Run, child: Run, name: str) -> bool:
+    found = first_difference(parent, child)
+    tokens = len(parent.tokens)
+    if found is not None and found.first is None and parent.status != "complete":
+        _say(f"{name}: the same {tokens} output tokens, all that it has; it was {parent.status}")
+        found = None
+    elif found is not None:
+        for line in difference_lines(found, name, "this run"):
+            _say(line)
+        return False
+    else:
+        _say(f"{name}: the same {tokens} output tokens")
+    bits = compare_bits(parent, child)
+    if not bits.compared:
+        _say("logits: not compared, as both runs would have to keep them (mtp.full_logits=true)")
+        return True
+    if bits.different is None:
+        _say(f"logits: the same bits at {bits.compared} positions")
+        return True
+    _say(f"logits: other bits from output token {bits.different} on")
+    return False
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
