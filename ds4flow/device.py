@@ -5,16 +5,20 @@ Promise: a device that was asked for by name is used or refused, never replaced 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import shutil
 from typing import NamedTuple
 
 import torch
 
-from ds4flow.errors import Ds4FlowError, UsageError, near_match
+from ds4flow.errors import Ds4FlowError, UsageError
 
-RUNTIMES = ("auto", "cuda", "rocm", "mps", "cpu")
 INSTEAD = "use runtime=cpu, or runtime=auto to take what is there"
+ON_THE_CPU = ("cpu", "cpu-int8")
+"""Kernel backends that compute nowhere else."""
+FIXED_SHAPES = ("static", "gpu")
+"""Kernel backends that take positions from the device, as pipeline=graph needs them to."""
 
 
 class DeviceChoice(NamedTuple):
@@ -25,17 +29,82 @@ class DeviceChoice(NamedTuple):
     why: str
 
 
+def choose(device: str, kernels: str, *, no_gpu: bool = False, graph: bool = False) -> DeviceChoice:
+    """Device and kernels for `runtime.device` and `runtime.kernels`, each possibly `auto`.
+
+    `no_gpu` keeps auto on the CPU; with `graph` the kernels must take positions from the device.
+    Raises UsageError for a pair that contradicts itself, Ds4FlowError for what is not there.
+    """
+    if no_gpu and device not in ("auto", "cpu"):
+        raise UsageError(
+            f"runtime={device} asks for a GPU, and runtime.no_gpu (DS4_NO_GPU) forbids one",
+            "unset DS4_NO_GPU, or use runtime=cpu",
+        )
+    if no_gpu and device == "auto" and kernels != "gpu":
+        choice = DeviceChoice("cpu", "cpu", "runtime.no_gpu (DS4_NO_GPU) asks for no GPU")
+    elif kernels == "gpu":
+        choice = _triton(device, no_gpu)
+    elif kernels == "auto":
+        choice = choose_device(device)
+    elif kernels in ON_THE_CPU and device not in ("auto", "cpu"):
+        raise UsageError(
+            f"runtime.kernels={kernels} computes on the CPU, and runtime={device} asks for another "
+            "device",
+            "leave runtime.kernels at auto, or use runtime=cpu",
+        )
+    elif device == "auto":
+        choice = DeviceChoice("cpu", kernels, f"runtime.kernels={kernels} and no device named")
+    else:
+        choice = choose_device(device)
+    if kernels != "auto":
+        choice = choice._replace(kernels=kernels)
+    return _fixed(choice, explicit=kernels != "auto") if graph else choice
+
+
+def _triton(device: str, no_gpu: bool) -> DeviceChoice:
+    """The device of runtime.kernels=gpu."""
+    if importlib.util.find_spec("triton") is not None:
+        triton = importlib.import_module("triton")
+        if triton.knobs.runtime.interpret:
+            return DeviceChoice("cpu", "gpu", "Triton's interpreter (TRITON_INTERPRET) is on")
+    if no_gpu or device in ("cpu", "mps"):
+        asked = "runtime.no_gpu" if no_gpu else f"runtime={device}"
+        raise UsageError(
+            f"runtime.kernels=gpu needs CUDA or ROCm, and {asked} asks for none",
+            "leave runtime.kernels at auto",
+        )
+    if device != "auto":
+        return choose_device(device)
+    if missing("cuda") and missing("rocm"):
+        raise Ds4FlowError(
+            f"runtime.kernels=gpu cannot be used: {_no_gpu()}", "leave runtime.kernels at auto"
+        )
+    return DeviceChoice("cuda", "gpu", f"runtime.kernels=gpu asks for it: {_gpu_name()}")
+
+
+def _fixed(choice: DeviceChoice, *, explicit: bool) -> DeviceChoice:
+    """The choice with kernels that pipeline=graph can use, if it needs others."""
+    if choice.name == "mps":
+        raise UsageError(
+            "pipeline=graph cannot run on Metal, which has no float64", "use pipeline=speculative"
+        )
+    if choice.kernels in FIXED_SHAPES:
+        return choice
+    if explicit:
+        raise UsageError(
+            f"pipeline=graph needs kernels of fixed shapes, and runtime.kernels={choice.kernels} "
+            "has none",
+            f"use runtime.kernels={' or '.join(FIXED_SHAPES)}, or pipeline=speculative",
+        )
+    return choice._replace(kernels="static")
+
+
 def choose_device(runtime: str) -> DeviceChoice:
     """The device for `runtime=cuda|rocm|mps|cpu|auto`.
 
-    Raises UsageError for another name, Ds4FlowError saying what is missing when the device is not
-    there. CUDA and ROCm go through the Triton kernels, MPS through the reference kernels.
+    Raises Ds4FlowError saying what is missing when the device is not there. CUDA and ROCm go
+    through the Triton kernels, MPS through the reference kernels.
     """
-    if runtime not in RUNTIMES:
-        raise UsageError(
-            f"runtime={runtime} is not a device",
-            f"use one of: {', '.join(RUNTIMES)} {near_match(runtime, RUNTIMES)}".rstrip(),
-        )
     if runtime == "cpu":
         return DeviceChoice("cpu", "cpu", "runtime=cpu asks for it")
     if runtime == "auto":
@@ -49,15 +118,19 @@ def choose_device(runtime: str) -> DeviceChoice:
 
 
 def _best() -> DeviceChoice:
-    reasons = []
     for runtime in ("cuda", "rocm"):
-        lacks = missing(runtime)
-        if not lacks:
+        if not missing(runtime):
             return DeviceChoice("cuda", "gpu", f"{_gpu_name()} is there")
-        reasons.append(f"{runtime}: {lacks}")
     if not missing("mps"):
         return DeviceChoice("mps", "reference", "no CUDA or ROCm device, but Metal is there")
-    return DeviceChoice("cpu", "cpu", f"no GPU to use ({'; '.join(reasons)})")
+    return DeviceChoice("cpu", "cpu", f"no GPU: {_no_gpu()}")
+
+
+def _no_gpu() -> str:
+    """Why neither CUDA nor ROCm can be used."""
+    if torch.version.cuda or torch.version.hip:
+        return missing("cuda" if torch.version.cuda else "rocm")
+    return "torch is built without CUDA and ROCm"
 
 
 def missing(runtime: str) -> str:
@@ -81,9 +154,21 @@ def _gpu_name() -> str:
     return torch.cuda.get_device_name(0)
 
 
-def check_fits(needed: int, free: int, what: str) -> None:
-    """Raise Ds4FlowError with both sizes when `needed` bytes exceed the `free` ones of a device."""
-    if needed > free:
+def free_bytes(device: torch.device) -> int | None:
+    """Free memory of a device; None for the CPU, which reads weights from the file as it goes."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
+    return None
+
+
+def check_fits(needed: int, free: int | None, what: str) -> None:
+    """Raise Ds4FlowError with both sizes when `needed` bytes exceed the `free` ones of a device.
+
+    None means that there is no limit to check.
+    """
+    if free is not None and needed > free:
         raise Ds4FlowError(
             f"{what} need {needed / 2**30:.1f} GiB, but the device has {free / 2**30:.1f} GiB free",
             "use a file with a smaller quantisation, free the device, or use runtime=cpu",

@@ -66,6 +66,7 @@ class State:
     model: Model = UNSET
     tokenizer: Tokenizer = UNSET
     cache: KVCache = UNSET
+    runs_on: str = ""  # device, kernels and why; then how the cycle runs
     sampling: Sampling | None = None  # None: the argmax, always
     mtp_off: str = ""  # why drafting is switched off, empty when it is not
     tokens: list[int] = UNSET  # committed: prompt and output

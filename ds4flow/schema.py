@@ -16,7 +16,8 @@ from omegaconf import MISSING, OmegaConf
 PROFILES = ("official", "plain")
 CHATS = ("auto", "raw", "nothink", "think", "think-max")
 TRACES = ("off", "normal", "full")
-KERNELS = ("auto", "reference", "cpu", "cpu-int8")
+KERNELS = ("auto", "cpu", "cpu-int8", "gpu", "reference", "static")
+DEVICES = ("auto", "cuda", "rocm", "mps", "cpu")
 
 ROLES = ("setup", "cycle", "observe")
 """The lists of stages in the group `pipeline`."""
@@ -100,7 +101,9 @@ class Model:
 class Runtime:
     """The machine's side of a run."""
 
+    device: str = knob(choices=DEVICES)
     kernels: str = knob(choices=KERNELS)
+    eager: bool = knob()
     threads: int = knob(low=0)
     no_gpu: bool = knob()
     chunk: int = knob(low=1, high=4096)
@@ -158,7 +161,9 @@ class Load(StageGroup):
     """Files to model, tokenizer, prompt ids and cache."""
 
     profile: str = knob(link="model.profile")
+    device: str = knob(link="runtime.device")
     kernels: str = knob(link="runtime.kernels")
+    graph: bool = knob()
     threads: int = knob(link="runtime.threads")
     no_gpu: bool = knob(link="runtime.no_gpu")
     uses_mtp: bool = knob(link="draft.uses_mtp")
@@ -207,6 +212,22 @@ class Verify(StageGroup):
     margin: float = knob(link="mtp.margin")
     strict: bool = knob(link="mtp.strict")
     probe: bool = knob(link="mtp.probe")
+
+
+@dataclass
+class Decode(StageGroup):
+    """Drafting and verifying as one step on the device."""
+
+    drafter: str = knob(link="draft._target_")
+    depth: int | str = knob(link="mtp.draft", words=("auto",))
+    gate: float = knob(link="mtp.gate")
+    keep_accepted: bool = knob(link="mtp.keep_accepted")
+    margin: float = knob(link="mtp.margin")
+    strict: bool = knob(link="mtp.strict")
+    probe: bool = knob(link="mtp.probe")
+    max_tokens: int = knob(link="commit.max_tokens")
+    ignore_eos: bool = knob(link="commit.ignore_eos")
+    eager: bool = knob(link="runtime.eager")
 
 
 @dataclass
@@ -268,6 +289,7 @@ GROUPS: Mapping[str, type] = {
     "prefill": Prefill,
     "draft": Draft,
     "verify": Verify,
+    "decode": Decode,
     "commit": Commit,
     "log": Log,
     "parity": Parity,

@@ -6,16 +6,18 @@ What can be wrong with the request is found before the weights are touched.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
+import sys
+from dataclasses import dataclass, field, fields
 
 import torch
 
 from ds4flow import chat
 from ds4flow.cache import KVCache
 from ds4flow.depth import draft_max
+from ds4flow.device import DeviceChoice, choose
 from ds4flow.errors import Ds4FlowError, UsageError
 from ds4flow.model.config import ModelConfig
-from ds4flow.model.trunk import BACKENDS, Model
+from ds4flow.model.trunk import Model
 from ds4flow.pipeline import Stage, State
 from ds4flow.sampling import Sampling
 from ds4flow.tokenizer import ASSISTANT, THINK, USER, Tokenizer
@@ -38,7 +40,9 @@ class LoadGguf(Stage):
     """
 
     profile: str
+    device: str
     kernels: str
+    graph: bool
     threads: int
     no_gpu: bool
     uses_mtp: bool
@@ -53,9 +57,14 @@ class LoadGguf(Stage):
     seed: int
     lossless: bool
     system: str
+    choice: DeviceChoice = field(init=False)
 
     reads = ("files", "prompt")
-    writes = ("tokenizer", "tokens", "model", "cache", "sampling", "mtp_off", "identity")
+    writes = ("tokenizer", "tokens", "model", "cache", "sampling", "mtp_off", "identity", "runs_on")
+
+    def __post_init__(self) -> None:
+        # before anything is downloaded or read
+        self.choice = choose(self.device, self.kernels, no_gpu=self.no_gpu, graph=self.graph)
 
     def share(self, state: State) -> None:
         """Set tokenizer and model, for any number of prompts."""
@@ -80,14 +89,15 @@ class LoadGguf(Stage):
         self._switch_mtp(state)
         self._choose_sampling(state)
         self._load(state)
-        state.cache = KVCache(
-            config, context=context, draft_max=draft_max(self.draft), chunk=self.chunk
-        )
+        state.cache = self._new_cache(config, torch.device(self.choice.name))
         template = state.tokenizer.chat_template
+        state.runs_on = f"{self.choice.name}, {self.choice.kernels} kernels ({self.choice.why})"
         state.run.record(
             chat=mode,
             chat_template=template and hashlib.sha256(template.encode()).hexdigest(),
-            kernels=self._kernels(),
+            device=self.choice.name,
+            kernels=self.choice.kernels,
+            device_why=self.choice.why,
             context_limit=context,
             threads=torch.get_num_threads(),
         )
@@ -103,8 +113,24 @@ class LoadGguf(Stage):
             return
         main, mtp = state.files
         wanted = self.uses_mtp and self.draft != 0 and not state.mtp_off
+        self._say(self.choice)
+        config = ModelConfig.from_gguf(main)
         state.model = Model.load(
-            main, mtp if wanted else None, profile=self.profile, kernels=self._kernels()
+            main,
+            mtp if wanted else None,
+            profile=self.profile,
+            kernels=self.choice.kernels,
+            device=torch.device(self.choice.name),
+            beside=self._new_cache(config, torch.device("meta")).nbytes,
+        )
+
+    def _new_cache(self, config: ModelConfig, device: torch.device) -> KVCache:
+        return KVCache(
+            config,
+            context=self._largest_context(config),
+            draft_max=draft_max(self.draft),
+            chunk=self.chunk,
+            device=device,
         )
 
     def _prompt_ids(self, state: State, mode: str) -> list[int]:
@@ -118,6 +144,13 @@ class LoadGguf(Stage):
 
     def _sampling(self) -> Sampling:
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+
+    def _say(self, choice: DeviceChoice) -> None:
+        """Tell what computes; a plain run on the CPU tells it in its closing table only."""
+        if choice.name != "cpu" or self.device != "auto" or self.kernels != "auto" or self.graph:
+            print(
+                f"device: {choice.name}, {choice.kernels} kernels ({choice.why})", file=sys.stderr
+            )
 
     def _choose_sampling(self, state: State) -> None:
         sampling = self._sampling()
@@ -136,10 +169,8 @@ class LoadGguf(Stage):
             return self.chat
         return "think" if {USER, ASSISTANT, THINK} <= set(tokenizer.specials) else "raw"
 
-    def _kernels(self) -> str:
-        if self.kernels != "auto":
-            return self.kernels
-        return next(name for name in ("cpu", "reference") if name in BACKENDS)
+    def _largest_context(self, config: ModelConfig) -> int:
+        return self.context or min(config.context_length, LARGEST_DEFAULT_CONTEXT)
 
     def _context(self, config: ModelConfig, prompt: int) -> int:
         if self.context is not None and self.context > config.context_length:
@@ -147,7 +178,7 @@ class LoadGguf(Stage):
                 f"runtime.context={self.context} exceeds the model's {config.context_length}",
                 f"use at most {config.context_length}",
             )
-        context = self.context or min(config.context_length, LARGEST_DEFAULT_CONTEXT)
+        context = self._largest_context(config)
         if prompt >= context:
             raise Ds4FlowError(
                 f"the prompt has {prompt} tokens; with a context of {context} that leaves no room "

@@ -21,6 +21,9 @@ from ds4flow.pipeline import Stage, State
 from ds4flow.tokenizer import Tokenizer
 from ds4flow.trace import Tracer, measure_costs
 
+PHASES = ("draft", "verify", "decode", "commit")
+"""Stages whose time is that of decoding."""
+
 
 @dataclass
 class Log(Stage):
@@ -72,7 +75,7 @@ class Log(Stage):
             )
         self.costs.add(
             record["drafted"],
-            sum(state.micros.get(name, 0) for name in ("draft", "verify", "commit")),
+            sum(state.micros.get(name, 0) for name in PHASES),
         )
         if len(state.rows) == 1:  # drafts that stayed out of the pass were a probe
             self.probe.add(record["position"] + 1, [draft.token for draft in state.drafts])
@@ -248,7 +251,9 @@ def _draft_lines(state: State, record: dict[str, Any]) -> list[str]:
 def _timing_lines(summary: dict[str, Any]) -> list[str]:
     cycles = max(1, summary["cycles"])
     phases = {
-        name: summary["micros_by_stage"].get(name, 0) for name in ("draft", "verify", "commit")
+        name: summary["micros_by_stage"][name]
+        for name in PHASES
+        if name in summary["micros_by_stage"]
     }
     host = max(0, round(summary["decode_seconds"] * 1e6) - sum(phases.values()))
     return [
@@ -304,6 +309,7 @@ def _table(summary: dict[str, Any], state: State) -> None:
         "mean acceptance length": _number(summary["mean_acceptance_length"], ".2f"),
         "identity": identity,
         **({"drafter": state.drafter} if "synthetic" in state.drafter else {}),
+        **({"runs on": state.runs_on} if state.runs_on else {}),
         "run directory": os.path.relpath(state.run.path),
     }
     table = Table(show_header=False, box=None, pad_edge=False)

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from ds4flow import device
-from ds4flow.device import check_fits, choose_device
+from ds4flow.cli import main
+from ds4flow.device import check_fits, choose, choose_device, free_bytes
 from ds4flow.errors import Ds4FlowError, UsageError
 
 
@@ -60,7 +62,7 @@ def test_metal_that_is_missing_is_named(bare):
 def test_auto_takes_the_best_and_says_why(bare):
     choice = choose_device("auto")
     assert choice[:2] == ("cpu", "cpu")
-    assert "no GPU to use" in choice.why
+    assert choice.why == "no GPU: torch is built without CUDA and ROCm"
 
 
 def test_auto_takes_a_gpu_that_is_there(nvidia):
@@ -84,12 +86,77 @@ def test_metal_uses_the_reference_kernels(bare, monkeypatch):
     assert choose_device("auto")[:2] == ("mps", "reference")
 
 
-def test_another_name_is_a_usage_error_with_the_near_one():
-    with pytest.raises(UsageError, match="did you mean cuda"):
-        choose_device("coda")
+@pytest.mark.parametrize(
+    ("asked", "chosen"),
+    [
+        (("auto", "auto"), ("cpu", "cpu")),
+        (("cpu", "auto"), ("cpu", "cpu")),
+        (("auto", "reference"), ("cpu", "reference")),
+        (("cpu", "cpu-int8"), ("cpu", "cpu-int8")),
+    ],
+)
+def test_kernels_and_device_together(bare, asked, chosen):
+    assert choose(*asked)[:2] == chosen
+
+
+def test_a_gpu_may_run_any_kernels_but_those_of_the_cpu(nvidia):
+    assert choose("auto", "auto")[:2] == ("cuda", "gpu")
+    assert choose("cuda", "reference")[:2] == ("cuda", "reference")
+    assert choose("auto", "reference")[:2] == ("cpu", "reference")
+    assert choose("auto", "gpu")[:2] == ("cuda", "gpu")
+    with pytest.raises(UsageError, match="computes on the CPU"):
+        choose("cuda", "cpu")
+    with pytest.raises(UsageError, match="needs CUDA or ROCm, and runtime=cpu asks for none"):
+        choose("cpu", "gpu")
+
+
+def test_no_gpu_keeps_auto_on_the_cpu_and_contradicts_a_named_one(nvidia):
+    choice = choose("auto", "auto", no_gpu=True)
+    assert choice[:2] == ("cpu", "cpu")
+    assert "DS4_NO_GPU" in choice.why
+    with pytest.raises(UsageError, match="DS4_NO_GPU"):
+        choose("cuda", "auto", no_gpu=True)
+    with pytest.raises(UsageError, match=r"runtime\.no_gpu asks for none"):
+        choose("auto", "gpu", no_gpu=True)
+
+
+def test_the_gpu_kernels_without_a_gpu_say_what_is_missing(bare):
+    with pytest.raises(Ds4FlowError, match="built without CUDA and ROCm"):
+        choose("auto", "gpu")
+
+
+def test_a_graph_needs_kernels_of_fixed_shapes(bare, monkeypatch):
+    assert choose("auto", "auto", graph=True)[:2] == ("cpu", "static")
+    assert choose("cpu", "static", graph=True).kernels == "static"
+    with pytest.raises(UsageError, match="fixed shapes"):
+        choose("auto", "cpu", graph=True)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    with pytest.raises(UsageError, match="Metal"):
+        choose("mps", "auto", graph=True)
+
+
+def test_a_graph_on_a_gpu_uses_triton(nvidia):
+    assert choose("cuda", "auto", graph=True)[:2] == ("cuda", "gpu")
+
+
+def test_free_memory_is_asked_of_the_device(monkeypatch):
+    assert free_bytes(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (5, 9))
+    assert free_bytes(torch.device("cuda")) == 5
 
 
 def test_weights_that_do_not_fit_are_refused_with_both_sizes():
     check_fits(100, 100, "the weights")
+    check_fits(100, None, "the weights")
     with pytest.raises(Ds4FlowError, match=r"need 81\.0 GiB, but the device has 24\.0 GiB"):
         check_fits(81 << 30, 24 << 30, "the weights")
+
+
+@pytest.mark.parametrize("runtime", ["cuda", "rocm", "mps"])
+def test_a_run_says_in_two_lines_what_is_missing(bare, runtime, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, ["run", f"runtime={runtime}", "-n", "2"])
+    assert result.exit_code == 1
+    first, second = result.stderr.splitlines()
+    assert first.startswith(f"error: runtime={runtime} cannot be used: ")
+    assert second == "  use runtime=cpu, or runtime=auto to take what is there"

@@ -36,9 +36,12 @@ class ReferenceKernels:
 
     layers = None  # one operation after the other
 
-    def __init__(self, config: ModelConfig, profile: Profile) -> None:
+    def __init__(
+        self, config: ModelConfig, profile: Profile, device: torch.device | None = None
+    ) -> None:
         self.config = config
         self.profile = profile
+        self.device = torch.device("cpu") if device is None else device
         self.block_rows = BLOCK_ROWS
         self._float: dict[tuple[str, int], torch.Tensor] = {}
         self._float_bytes = 0
@@ -46,7 +49,7 @@ class ReferenceKernels:
     # --- matrix products -------------------------------------------------------------------------
 
     def prepare(self, weights: Sequence[QTensor]) -> None:
-        """Check on this machine that rows of a padded product ignore their place and neighbours.
+        """Check on this device that rows of a padded product ignore their place and neighbours.
 
         Which products have this property depends on the CPU and on the library, so it is measured
         for every shape; where it fails, products run one row at a time, which is invariant by
@@ -59,14 +62,13 @@ class ReferenceKernels:
         if not all(self._rows_are_independent(*shape[-2:]) for shape in sorted(shapes)):
             self.block_rows = 1
 
-    @staticmethod
-    def _rows_are_independent(out: int, width: int) -> bool:
+    def _rows_are_independent(self, out: int, width: int) -> bool:
         generator = torch.Generator().manual_seed(out * 65537 + width)
-        weight = torch.randn(min(out, 4096), width, generator=generator)
-        rows = torch.randn(BLOCK_ROWS, width, generator=generator)
+        weight = torch.randn(min(out, 4096), width, generator=generator).to(self.device)
+        rows = torch.randn(BLOCK_ROWS, width, generator=generator).to(self.device)
         together = functional.linear(rows, weight)
         for place in (0, 3, BLOCK_ROWS - 1):
-            alone = torch.zeros(BLOCK_ROWS, width)
+            alone = torch.zeros(BLOCK_ROWS, width, device=self.device)
             alone[place] = rows[2]
             if not torch.equal(functional.linear(alone, weight)[place], together[2]):
                 return False

@@ -10,8 +10,10 @@ from functools import partial
 
 import torch
 
+from ds4flow.device import ON_THE_CPU, check_fits, free_bytes
 from ds4flow.errors import NOT_FINITE, NumericsError, UsageError, near_match
 from ds4flow.gguf import GgufFile
+from ds4flow.kernels.gpu.static import StaticKernels
 from ds4flow.kernels.interface import Cache, Kernels
 from ds4flow.kernels.reference import ReferenceKernels
 from ds4flow.model.config import ModelConfig
@@ -20,6 +22,7 @@ from ds4flow.model.layer import layer_forward
 from ds4flow.model.mtp import MtpBlock
 from ds4flow.model.profile import Profile, find_profile
 from ds4flow.model.rope import Rope
+from ds4flow.model.transfer import on_device, report_progress
 from ds4flow.model.weights import MtpWeights, TrunkWeights, load_mtp, load_trunk
 from ds4flow.quants import QTensor
 
@@ -38,10 +41,12 @@ def _cpu_kernels(config: ModelConfig, profile: Profile, activations: str = "f32"
     return CpuKernels(config, profile, activations=activations)
 
 
-def _gpu_kernels(config: ModelConfig, profile: Profile) -> Kernels:
+def _gpu_kernels(
+    config: ModelConfig, profile: Profile, device: torch.device | None = None
+) -> Kernels:
     """The Triton backend; imported when chosen, because Triton is optional and slow to load."""
     try:
-        from ds4flow.kernels.gpu.backend import GpuKernels, report_progress
+        from ds4flow.kernels.gpu.backend import GpuKernels
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "triton":
             raise
@@ -49,15 +54,17 @@ def _gpu_kernels(config: ModelConfig, profile: Profile) -> Kernels:
             "runtime.kernels=gpu needs triton, which is not installed",
             "pip install 'ds4flow[gpu]', or use runtime.kernels=reference",
         ) from error
-    return GpuKernels(config, profile, progress=report_progress)
+    return GpuKernels(config, profile, device=device, progress=report_progress)
 
 
-BACKENDS: dict[str, Callable[[ModelConfig, Profile], Kernels]] = {
+BACKENDS: dict[str, Callable[..., Kernels]] = {
     "reference": ReferenceKernels,
+    "static": StaticKernels,
     "cpu": _cpu_kernels,
     "cpu-int8": partial(_cpu_kernels, activations="int8"),
     "gpu": _gpu_kernels,
 }
+"""Kernels by name, made from `(config, profile)`; those that can leave the CPU take `device`."""
 
 
 class Model:
@@ -78,8 +85,11 @@ class Model:
         self.weights = weights
         self.profile = profile
         self.kernels = kernels
-        self._plain_rope = Rope(config, compressed=False, exact=profile.exact_angles)
-        self._compressed_rope = Rope(config, compressed=True, exact=profile.exact_angles)
+        # other backends keep rotary tables of their own
+        where = kernels.device if isinstance(kernels, ReferenceKernels) else None
+        exact = profile.exact_angles
+        self._plain_rope = Rope(config, compressed=False, exact=exact, device=where)
+        self._compressed_rope = Rope(config, compressed=True, exact=exact, device=where)
         self.mtp: MtpBlock | None = None
         if mtp_weights is not None:
             ratio = config.mtp_ratio
@@ -94,10 +104,14 @@ class Model:
         *,
         profile: str = "official",
         kernels: str = "reference",
+        device: torch.device | None = None,
+        beside: int = 0,
     ) -> Model:
         """Bind the tensors of a main file and of an optional MTP file and prepare the kernels.
 
-        Raises ModelFileError for what the files lack, UsageError for an unknown profile or backend.
+        On a `device` other than the CPU the weights are copied there as stored; `beside` are the
+        bytes that the cache will need there. Raises ModelFileError for what the files lack,
+        UsageError for an unknown profile or backend, Ds4FlowError when it does not all fit.
         """
         config = ModelConfig.from_gguf(main)
         numerics = find_profile(profile)
@@ -114,13 +128,22 @@ class Model:
             )
         weights = load_trunk(main, config)
         mtp_weights = None if mtp is None else load_mtp(mtp, config, main)
-        backend = BACKENDS[kernels](config, numerics)
+        options = {} if device is None or kernels in ON_THE_CPU else {"device": device}
+        backend = BACKENDS[kernels](config, numerics, **options)
         model = cls(config, weights, mtp_weights, numerics, backend)
-        backend.prepare(list(model.matrices()))
+        matrices = list(model.matrices())
+        if device is not None:
+            _check_room(matrices, weights.embed, beside, free_bytes(device))
+        if device is not None and device.type != "cpu" and kernels != "gpu":
+            # the Triton backend packs and keeps its own copies
+            weights, mtp_weights = on_device((weights, mtp_weights), device, report_progress)
+            model = cls(config, weights, mtp_weights, numerics, backend)
+            matrices = list(model.matrices())
+        backend.prepare(matrices)
         return model
 
     def matrices(self) -> Iterator[QTensor]:
-        """Every weight that enters a matrix product, MTP included."""
+        """Every weight that enters a matrix product, MTP included; the embedding is none."""
         layers = list(self.weights.layers)
         yield self.weights.output
         yield self.weights.head.hc.fn
@@ -180,3 +203,10 @@ class Model:
         """Logits `[M, V]` of streams `[M, N, D]`; NumericsError when one is not finite."""
         weights = self.weights
         return head_logits(self.kernels, streams, weights.head, weights.output, "output head")
+
+
+def _check_room(matrices: Sequence[QTensor], embed: QTensor, beside: int, free: int | None) -> None:
+    """Raise Ds4FlowError unless weights, cache and the copy of one weight on its way fit."""
+    total = sum(weight.nbytes for weight in matrices) + embed.nbytes
+    largest = max(weight.nbytes for weight in matrices)
+    check_fits(total + beside + largest, free, "the weights and the cache")

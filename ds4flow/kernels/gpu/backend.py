@@ -7,7 +7,6 @@ only.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -280,11 +279,3 @@ class GpuKernels(MixingKernels):
         return self.linear(
             self._product(heads.flatten(1), layer.out_a, self.config.groups), layer.out_b
         )
-
-
-def report_progress(done: int, total: int) -> None:
-    """Show on stderr how much of the weights lies on the device; off a terminal only the end."""
-    if done == total or sys.stderr.isatty():
-        sizes = f"{done / 2**30:.1f} of {total / 2**30:.1f} GiB"
-        print(f"\rweights to the device: {sizes}", end="\n" if done == total else "",
-              file=sys.stderr, flush=True)  # fmt: skip

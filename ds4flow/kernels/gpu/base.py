@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from ds4flow.device import check_fits, missing
+from ds4flow.device import missing
 from ds4flow.errors import Ds4FlowError, ModelFileError
 from ds4flow.kernels.gpu import products, rows
 from ds4flow.kernels.gpu.launch import (
@@ -79,13 +79,10 @@ class KernelBase:
     # --- weights ---------------------------------------------------------------------------------
 
     def prepare(self, weights: Sequence[QTensor]) -> None:
-        """Check every type, then copy all weights to the device; Ds4FlowError when they do not
-        fit."""
+        """Check every type, then copy all weights to the device, each once it is its turn."""
         for weight in weights:
             check(weight)
         total = sum(weight.nbytes for weight in weights)
-        if self.device.type == "cuda":
-            check_fits(total, torch.cuda.mem_get_info(self.device)[0], "the weights")
         done = 0
         for weight in weights:
             self._planes(weight)

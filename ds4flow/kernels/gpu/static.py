@@ -68,9 +68,10 @@ class StaticKernels(ReferenceKernels):
     graph's logic where there is no GPU, it is not meant to be fast.
     """
 
-    def __init__(self, config: ModelConfig, profile: Profile, device: torch.device) -> None:
-        super().__init__(config, profile)
-        self.device = device
+    def __init__(
+        self, config: ModelConfig, profile: Profile, device: torch.device | None = None
+    ) -> None:
+        super().__init__(config, profile, device)
         self._tables: dict[int, tuple[Rope, torch.Tensor, torch.Tensor]] = {}
 
     def reserve(self, rope: Rope, context: int) -> None:
@@ -85,7 +86,13 @@ class StaticKernels(ReferenceKernels):
         """Positions `[count]` of a pass."""
         return start + torch.arange(count, device=self.device)
 
-    def _turns(self, rope: Rope, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _turns(
+        self, rope: Rope, start: Start, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotary rows of `positions`; a pass from a host position makes sure that they are
+        there."""
+        if isinstance(start, int):
+            self.reserve(rope, -(-(start + positions.shape[0]) // BLOCK) * BLOCK)
         _, cos, sin = self._tables[id(rope)]
         return cos[positions], sin[positions]
 
@@ -104,7 +111,7 @@ class StaticKernels(ReferenceKernels):
         """Write the KV rows of `x [M, D]` to the window ring."""
         at = self._at(start, x.shape[0])
         rows = self.rms_norm(self.linear(x, layer.kv), layer.kv_norm)
-        window[at % window.shape[0]] = self._round_kv(rotate(rows, *self._turns(rope, at)))
+        window[at % window.shape[0]] = self._round_kv(rotate(rows, *self._turns(rope, start, at)))
 
     def queries(
         self, x: torch.Tensor, layer: LayerWeights, rope: Rope, start: Start
@@ -112,7 +119,7 @@ class StaticKernels(ReferenceKernels):
         """Rotated queries `[M, H, d]` and the low-rank query `[M, Q]`."""
         low_rank = self.rms_norm(self.linear(x, layer.q_a), layer.q_a_norm)
         q = self.linear(low_rank, layer.q_b).unflatten(-1, (self.config.heads, -1))
-        cos, sin = self._turns(rope, self._at(start, x.shape[0]))
+        cos, sin = self._turns(rope, start, self._at(start, x.shape[0]))
         return rotate(self.rms_norm(q, None), cos[:, None], sin[:, None]), low_rank
 
     def compress(
@@ -136,7 +143,9 @@ class StaticKernels(ReferenceKernels):
         for candidate in range(count // ratio + 1):  # as many blocks as can end in this pass
             block = at[0] // ratio + candidate
             row = self.rms_norm(self._pooled(rows, block)[None], weights.norm)
-            row = rotate(row, *self._turns(rope, (block * ratio)[None]))
+            # a block that is not finished yet may lie beyond the table; it is not kept
+            begin = torch.minimum(block * ratio, at[-1])
+            row = rotate(row, *self._turns(rope, start, begin[None]))
             row = self._round_index(row) if index else self._round_kv(row)
             place = block.clamp(max=capacity - 1)[None]
             finished = block < (at[0] + count) // ratio
@@ -176,7 +185,7 @@ class StaticKernels(ReferenceKernels):
         if capacity <= config.top_k:
             return Chosen(plain, counts)
         q = self.linear(low_rank, weights.q_b).unflatten(-1, (config.index_heads, -1))
-        cos, sin = self._turns(rope, at)
+        cos, sin = self._turns(rope, start, at)
         q = self._round_index(rotate(q, cos[:, None], sin[:, None]))
         gains = self.linear(x, weights.proj) * (config.index_dim * config.index_heads) ** -0.5
         hidden = torch.arange(capacity, device=self.device) >= visible[:, None]
@@ -224,7 +233,7 @@ class StaticKernels(ReferenceKernels):
             weights = torch.exp(scores - top)
             total = weights.sum(-1, keepdim=True) + torch.exp(sinks - top)
             outputs.append((weights / total) @ keys)
-        cos, sin = self._turns(rope, at)
+        cos, sin = self._turns(rope, start, at)
         return rotate(torch.stack(outputs), cos[:, None], -sin[:, None])
 
     def _choose(
@@ -265,9 +274,10 @@ class StaticKernels(ReferenceKernels):
     def top2(self, logits: torch.Tensor) -> Top2:
         """The two largest logits of each row of `[M, V]`."""
         two = torch.topk(logits, 2).values
+        gap = two[:, 0].double() - two[:, 1].double()
         vocab = logits.shape[-1]
         places = torch.arange(vocab, device=logits.device)
         # a row of NaN has no largest entry; its place must still exist
         token = torch.where(logits == two[:, :1], places, vocab - 1).amin(-1)
         bad = (~torch.isfinite(logits)).sum(-1).int()
-        return Top2(token, two[:, 0], two[:, 0] - two[:, 1], bad)
+        return Top2(token, two[:, 0], gap, bad)
