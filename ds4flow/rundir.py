@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -88,6 +88,7 @@ class RunDir:
     def __init__(self, path: Path, facts: dict[str, Any]) -> None:
         self.path = path
         self.facts = facts
+        self.after_finish: list[Callable[[], None]] = []
         self._files: dict[str, _Appended] = {}
         self._started = time.monotonic()
 
@@ -123,7 +124,10 @@ class RunDir:
         self.write_json(_RECORD, self.facts)
 
     def finish(self, status: Status, error: str | None = None) -> None:
-        """Record how the run ended, and close its files. Only the first call counts."""
+        """Record how the run ended, and close its files. Only the first call counts.
+
+        Then what `after_finish` holds is called; it must not raise.
+        """
         if self.facts.get("status") != "running":
             return
         self.release_reserve()
@@ -133,6 +137,8 @@ class RunDir:
         ended = datetime.now(UTC).isoformat(timespec="milliseconds")
         seconds = round(time.monotonic() - self._started, 3)
         self.record(status=status, ended=ended, seconds=seconds, error=error)
+        for action in self.after_finish:
+            action()
 
     def release_reserve(self) -> None:
         """Give up the reserve, so that the last files of a run fit on a full disk."""

@@ -272,11 +272,13 @@ def decode(
     log: dict[str, Any] | None = None,
     extra: dict[str, Stage] | None = None,
     cycle: Sequence[str] = (),
+    observe: dict[str, Stage] | None = None,
     **options: Any,
 ) -> Result:
     """Run the real loop on a fake model; `log` sets log's keys.
 
-    `extra` stages follow the prefill and end each cycle, or stand in it where `cycle` says.
+    `extra` stages follow the prefill and end each cycle, or stand in it where `cycle` says;
+    those of `observe` follow the log.
     """
     run = RunDir.create(folder)
     uses = issubclass(drafter, MtpDrafter)
@@ -295,13 +297,14 @@ def decode(
         "commit": Commit(max_tokens=max_tokens, stop=list(stop), ignore_eos=ignore_eos),
         **(extra or {}),
         "log": Log(**{**off_keys, "trace": "normal", **(log or {})}),
+        **(observe or {}),
     }
     state = State(run=run, prompt="prompt")
     pipeline = Pipeline(
         stages,
         setup=["start", "prefill", *(extra or {})],
         cycle=cycle or ["draft", "verify", "commit", *(extra or {})],
-        observe=["log"],
+        observe=["log", *(observe or {})],
     )
     pipeline.run(state)
     run.finish("complete")
