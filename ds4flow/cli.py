@@ -112,6 +112,7 @@ def _flag_options(command: Callable[..., None]) -> Callable[..., None]:
     help="Before a word with '=', or alone: --multirun. Before a file: --model.",
 )
 @click.option("--multirun", is_flag=True, help="Sweep over the values of KEY=V1,V2.")
+@click.option("--resume", metavar="DIR", help="Run what is missing or failed in a sweep.")
 @click.option("--cfg", type=click.Choice(["job", "hydra", "all"]), help="Print the config only.")
 @click.option("--resolve", is_flag=True, help="With --cfg: resolve interpolations.")
 @click.option("--package", metavar="KEY", help="With --cfg: print this part only.")
@@ -137,21 +138,32 @@ def run(overrides: tuple[str, ...], short_m: str | None, **options: Any) -> None
     multirun = multirun or any(word.lower() == "hydra.mode=multirun" for word in words)
 
     from ds4flow import env
-    from ds4flow.config import validate
+    from ds4flow.config import asks_for_sweep, validate_all
     from ds4flow.execute import hand_over
     from ds4flow.overrides import assemble
 
-    words, notices = assemble(words, _flags(options, words), env.read(), multirun=multirun)
-    words, first = validate(words, config_dir=options["config_dir"], multirun=multirun)
+    flags, config_dir = _flags(options, words), options["config_dir"]
+    showing = _showing(options)
+    if options["resume"]:
+        if showing:
+            raise click.UsageError("--resume goes without --cfg and --info")
+        from ds4flow import sweeps
+
+        given = sweeps.Given(tuple(words), tuple(flags), config_dir)
+        sys.exit(sweeps.resume(options["resume"], given))
+    multirun = multirun or asks_for_sweep(words, config_dir=config_dir)
+    typed = tuple(words)
+    words, notices = assemble(words, flags, env.read(), multirun=multirun)
+    words, configs = validate_all(words, config_dir=config_dir, multirun=multirun)
     for notice in notices:
         click.echo(notice, err=True)
-    showing = _showing(options)
+    if multirun and not showing:
+        from ds4flow import sweeps
+
+        sys.exit(sweeps.start(sweeps.Given(typed, tuple(flags), config_dir), words, configs))
     if not showing:
-        words = _with_directory(words, first, multirun=multirun)
-    arguments = showing or (["--multirun"] if multirun else [])
-    if options["config_dir"]:
-        arguments += ["--config-dir", options["config_dir"]]
-    hand_over([*arguments, *words])
+        words = _with_directory(words, configs[0])
+    hand_over([*showing, *(["--config-dir", config_dir] if config_dir else []), *words])
 
 
 def _flags(options: dict[str, Any], words: Sequence[str]) -> list[Flag]:
@@ -182,7 +194,7 @@ def _showing(options: dict[str, Any]) -> list[str]:
     return shown
 
 
-def _with_directory(words: Sequence[str], first: DictConfig, *, multirun: bool) -> list[str]:
+def _with_directory(words: Sequence[str], first: DictConfig) -> list[str]:
     """Make the run's directory, and give Hydra its path."""
     from omegaconf import OmegaConf
 
@@ -190,7 +202,7 @@ def _with_directory(words: Sequence[str], first: DictConfig, *, multirun: bool) 
     from ds4flow.explain import explained
     from ds4flow.overrides import key_of, quoted
 
-    key = "hydra.sweep.dir" if multirun else "hydra.run.dir"
+    key = "hydra.run.dir"
     with explained():
         template = str(OmegaConf.select(first, key))
     path = rundir.allocate(template)

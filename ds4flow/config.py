@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hydra import compose as hydra_compose
-from hydra import initialize_config_module
+from hydra import initialize_config_dir, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Transformer, ValueType
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ds4flow import schema
@@ -27,19 +28,25 @@ CONF = "ds4flow.conf"
 
 _SEARCH_PATH = "hydra.searchpath"
 _CHOOSES_STAGES = re.compile(r"(pipeline|experiment|hydra\.searchpath)\b")
+_CHOOSES_MODE = re.compile(r"(experiment|hydra\.searchpath|hydra\.mode)\b")
 
 ConfigStore.instance().store(name="schema", node=schema.root_node(), provider="ds4flow")
 
 
 def compose(
-    overrides: Sequence[str] = (), *, config_dir: str | Path | None = None, hydra: bool = False
+    overrides: Sequence[str] = (),
+    *,
+    config_dir: str | Path | None = None,
+    hydra: bool = False,
+    shipped: Path | None = None,
 ) -> DictConfig:
     """Compose and check the config of one run.
 
     `overrides` are Hydra's, as `ds4flow.overrides.literal` makes them; `config_dir` is searched
-    beside the shipped YAML. With `hydra` the result keeps Hydra's own node. Raises UsageError.
+    beside the shipped YAML, for which a copy may stand in (`shipped`, as a sweep keeps one). With
+    `hydra` the result keeps Hydra's own node. Raises UsageError.
     """
-    with _initialized(), explained():
+    with _initialized(shipped), explained():
         full = _compose(overrides, config_dir)
         config = full.copy()
         with open_dict(config):
@@ -55,34 +62,102 @@ def validate(
     """Check every value of a command line before anything runs.
 
     Returns the overrides with the groups of further stages added, and the config of the first job.
-    Of a sweep, each value is checked once, with the others at their first.
     """
-    with _initialized(), explained():
-        points = list(_points(overrides, multirun=multirun))
+    words, configs = validate_all(overrides, config_dir=config_dir, multirun=multirun)
+    return words, configs[0]
+
+
+def validate_all(
+    overrides: Sequence[str], *, config_dir: str | Path | None = None, multirun: bool = False
+) -> tuple[list[str], list[DictConfig]]:
+    """`validate`, with all configs that were composed: each value of a sweep once (see `points`).
+
+    The first one, with the first value of each swept key, has Hydra's node.
+    """
     added: list[str] = []
     try:
-        first = _compose_all(points, config_dir)
+        configs = _compose_all(overrides, config_dir, multirun=multirun)
     except UsageError:
         with _initialized(), explained():
-            added = [f"+{name}=default" for name in _missing_groups(points, config_dir)]
+            found = list(_points(overrides, multirun=multirun))
+            added = [f"+{name}=default" for name in _missing_groups(found, config_dir)]
         if not added:
             raise
-        first = _compose_all([[*point, *added] for point in points], config_dir)
-    return [*overrides, *added], first
+        configs = _compose_all([*overrides, *added], config_dir, multirun=multirun)
+    return [*overrides, *added], configs
 
 
-def _compose_all(points: Sequence[Sequence[str]], config_dir: str | Path | None) -> DictConfig:
-    """Compose every point, to find mistakes; return the first one's config with Hydra's node."""
-    first = compose(points[0], config_dir=config_dir, hydra=True)
-    for point in points[1:]:
-        compose(point, config_dir=config_dir)
-    return first
+def asks_for_sweep(overrides: Sequence[str], *, config_dir: str | Path | None = None) -> bool:
+    """Whether the preset that the overrides choose is a sweep (it sets `hydra.mode: MULTIRUN`).
+
+    False for overrides that cannot be composed; `validate` says what is wrong with them.
+    """
+    choosing = [word for word in overrides if _CHOOSES_MODE.match(key_of(word))]
+    if not choosing:
+        return False
+    try:
+        with _initialized(), explained():
+            return _compose(choosing, config_dir).hydra.mode == RunMode.MULTIRUN
+    except UsageError:
+        return False
+
+
+def sweep_words(overrides: Sequence[str], composed: DictConfig) -> list[str]:
+    """The overrides of a sweep, after those that a preset gives the sweeper (`params`).
+
+    What is typed replaces the preset's word for the same key. `composed` is the config of any job,
+    with Hydra's node.
+    """
+    params = OmegaConf.select(composed, "hydra.sweeper.params") or {}
+    typed = {key_of(word) for word in overrides}
+    return [f"{key}={value}" for key, value in params.items() if key not in typed] + list(overrides)
+
+
+def swept(words: Sequence[str]) -> dict[str, list[str]]:
+    """`{key: values}` of the words that sweep, slowest first; of an interval, its one spelling.
+
+    As for Hydra, the last word for a key counts, in the place of the first.
+    """
+    with explained():
+        parsed = OverridesParser.create().parse_overrides(list(words))
+        last = {key_of(str(one.input_line)): one for one in parsed}
+        return {
+            key: [word.partition("=")[2] for word in _choices(one)]
+            or [str(one.input_line).partition("=")[2]]
+            for key, one in last.items()
+            if one.is_sweep_override()
+        }
+
+
+def points(words: Sequence[str]) -> list[list[str]]:
+    """Overrides that together try each value of a sweep once, the others at their first."""
+    with explained():
+        return list(_points(words, multirun=True))
+
+
+def _compose_all(
+    overrides: Sequence[str], config_dir: str | Path | None, *, multirun: bool
+) -> list[DictConfig]:
+    """Compose every point, to find mistakes; the first with Hydra's node."""
+    with _initialized(), explained():
+        found = list(_points(overrides, multirun=multirun))
+    first = compose(found[0], config_dir=config_dir, hydra=True)
+    words = sweep_words(overrides, first) if multirun else list(overrides)
+    if words != list(overrides):
+        with _initialized(), explained():
+            found = list(_points(words, multirun=True))
+        first = compose(found[0], config_dir=config_dir, hydra=True)
+    return [first, *(compose(point, config_dir=config_dir) for point in found[1:])]
 
 
 @contextmanager
-def _initialized() -> Iterator[None]:
-    with initialize_config_module(CONF, version_base="1.3"):
-        yield
+def _initialized(shipped: Path | None = None) -> Iterator[None]:
+    if shipped is None:
+        with initialize_config_module(CONF, version_base="1.3"):
+            yield
+    else:
+        with initialize_config_dir(str(shipped.resolve()), version_base="1.3"):
+            yield
 
 
 def _compose(overrides: Sequence[str], config_dir: str | Path | None) -> DictConfig:

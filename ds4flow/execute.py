@@ -21,10 +21,12 @@ import ds4flow.config  # noqa: F401 - registers the schema, also in a launcher's
 from ds4flow import origin
 from ds4flow.checks import check
 from ds4flow.errors import Ds4FlowError
+from ds4flow.objective import score
 from ds4flow.overrides import refuse_two_prompts
 from ds4flow.provenance import PARENT, provenance
 from ds4flow.recorded import Terminated, recorded, terminable
 from ds4flow.rundir import RunDir
+from ds4flow.runs.record import Run
 
 _log = logging.getLogger("ds4flow")
 
@@ -41,14 +43,17 @@ def report(error: Ds4FlowError) -> None:
 
 
 @hydra.main(version_base="1.3", config_path="pkg://ds4flow.conf", config_name="config")
-def job(config: DictConfig) -> None:
-    """What Hydra calls for a run, and for each job of a sweep."""
+def job(config: DictConfig) -> float | None:
+    """What Hydra calls for a run, and for each job of a sweep; returns the value of `objective`.
+
+    More is better. None when the run has no such number.
+    """
     node = HydraConfig.get()
     try:
-        execute(config, node)
-    except Ds4FlowError as error:
         if node.mode == RunMode.MULTIRUN:
-            raise JobFailed(f"error: {error.what}\n  {error.fix}") from None
+            return _job_of_a_sweep(config, node)
+        return execute(config, node)
+    except Ds4FlowError as error:
         report(error)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt as error:
@@ -56,6 +61,29 @@ def job(config: DictConfig) -> None:
         raise SystemExit(143 if isinstance(error, Terminated) else 130) from None
     except BrokenPipeError:
         raise SystemExit(141) from None
+
+
+def _job_of_a_sweep(config: DictConfig, node: HydraConf) -> float | None:
+    """One job, with its row in the sweep's record; what fails it, fails it alone."""
+    from ds4flow.sweeps import rows
+
+    with rows.recorded(node) as ending:
+        try:
+            rows.refuse_changed(config, node)
+            ending.value = execute(config, node)
+        except Ds4FlowError as error:
+            report(error)
+            raise JobFailed(f"error: {error.what}\n  {error.fix}") from None
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            print(
+                f"error: {rows.reason_of(error)}\n"
+                f"  the traceback is in {node.runtime.output_dir}/run.log",
+                file=sys.stderr,
+            )
+            raise
+    return ending.value
 
 
 def hand_over(arguments: list[str]) -> None:
@@ -68,8 +96,11 @@ def hand_over(arguments: list[str]) -> None:
         sys.argv = before
 
 
-def execute(config: DictConfig, node: HydraConf) -> None:
-    """Run the pipeline of `config` in the directory that Hydra made; `node` is Hydra's own part."""
+def execute(config: DictConfig, node: HydraConf) -> float | None:
+    """Run the pipeline of `config` in the directory that Hydra made; `node` is Hydra's own part.
+
+    Returns the value of `objective`, None when the run has none.
+    """
     run = RunDir.create(node.runtime.output_dir, _facts(config, node))
     with recorded(run), terminable():
         tree, patch = origin.source_tree()
@@ -83,6 +114,7 @@ def execute(config: DictConfig, node: HydraConf) -> None:
 
         _log.info("run started in %s", run.path)
         perform(config, run)
+    return score(Run.open(run.path).summary, config.objective.metric, config.objective.max_relaxed)
 
 
 def _facts(config: DictConfig, node: HydraConf) -> dict[str, Any]:

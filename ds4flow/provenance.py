@@ -25,7 +25,7 @@ def provenance(config: DictConfig, hydra: HydraConf) -> dict[str, dict[str, Any]
     carried = dict(config.get(PROVENANCE) or {})
     typed = {key_of(word) for word in hydra.overrides.task}
     choices = dict(hydra.runtime.choices)
-    shipped = _shipped_choices()
+    shipped = _shipped_choices(hydra)
     preset_name = choices.get("experiment")
     preset = _preset_keys(hydra, preset_name) if preset_name else set()
 
@@ -71,8 +71,11 @@ def _upwards(key: str) -> Iterable[str]:
     return (".".join(parts[:size]) for size in range(len(parts), 0, -1))
 
 
-def _shipped_choices() -> dict[str, str]:
-    text = (resources.files("ds4flow.conf") / "config.yaml").read_text(encoding="utf-8")
+def _shipped_choices(hydra: HydraConf) -> dict[str, str]:
+    """The options of the root config; of a sweep, of the copy that it composes from."""
+    sources: Iterable[Any] = hydra.runtime.config_sources
+    main = next(one for one in sources if one["provider"] == "main")
+    text = (_folder(main) / "config.yaml").read_text(encoding="utf-8")
     defaults = OmegaConf.create(text).defaults
     return {
         str(group): option

@@ -131,14 +131,18 @@ class RunDir:
         if self.facts.get("status") != "running":
             return
         self.release_reserve()
-        for file in self._files.values():
-            os.close(file.descriptor)
-        self._files.clear()
+        self.close()
         ended = datetime.now(UTC).isoformat(timespec="milliseconds")
         seconds = round(time.monotonic() - self._started, 3)
         self.record(status=status, ended=ended, seconds=seconds, error=error)
         for action in self.after_finish:
             action()
+
+    def close(self) -> None:
+        """Close the files that were appended to; appending opens them again."""
+        for file in self._files.values():
+            os.close(file.descriptor)
+        self._files.clear()
 
     def release_reserve(self) -> None:
         """Give up the reserve, so that the last files of a run fit on a full disk."""

@@ -18,6 +18,7 @@ CHATS = ("auto", "raw", "nothink", "think", "think-max")
 TRACES = ("off", "normal", "full")
 KERNELS = ("auto", "cpu", "cpu-int8", "gpu", "reference", "static")
 DEVICES = ("auto", "cuda", "rocm", "mps", "cpu")
+METRICS = ("tokens_per_second", "mean_acceptance_length", "draft_acceptance_rate")
 
 ROLES = ("setup", "cycle", "observe")
 """The lists of stages in the group `pipeline`."""
@@ -120,6 +121,18 @@ class Sampling:
     min_p: float = knob(low=0.0, high=1.0)
     seed: int = knob(low=0)
     lossless: bool = knob()
+
+
+@dataclass
+class Objective:
+    """The one number that a run is judged by; more is better.
+
+    With `max_relaxed`, a run is out of bounds when a larger share of its output tokens was not the
+    target's own choice.
+    """
+
+    metric: str = knob(choices=METRICS)
+    max_relaxed: float | None = knob(low=0.0, high=1.0)
 
 
 @dataclass
@@ -283,6 +296,7 @@ GROUPS: Mapping[str, type] = {
     "model": Model,
     "runtime": Runtime,
     "sampling": Sampling,
+    "objective": Objective,
     "pipeline": Pipeline,
     "download": Download,
     "load": Load,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
+from ds4flow import model_files
 from ds4flow.errors import Ds4FlowError, ModelFileError, UsageError
 from ds4flow.fetching import fetch_shown
 from ds4flow.gguf import GgufFile
@@ -13,8 +13,6 @@ from ds4flow.hub import HubFile
 from ds4flow.model.weights import find_mtp_layout
 from ds4flow.packaged import resolve
 from ds4flow.pipeline import Files, Stage, State
-
-_HASHED_BELOW = 1 << 30  # larger files are hashed only when a checksum was given
 
 
 @dataclass
@@ -62,7 +60,9 @@ class LocalFiles(Stage):
         if state.files is None:
             self.share(state)
         main, mtp = state.files
-        state.run.record(files={"main": _facts(main), "mtp": mtp and _facts(mtp)})
+        state.run.record(
+            files={"main": model_files.facts(main), "mtp": mtp and model_files.facts(mtp)}
+        )
 
     def _main_path(self) -> Path:
         if self.path is not None:
@@ -126,13 +126,3 @@ def _checked(path: Path, sha256: str | None, key: str) -> GgufFile:
             f"get the file again, or correct {key}",
         )
     return file
-
-
-def _facts(file: GgufFile) -> dict[str, Any]:
-    return {
-        "path": str(file.path.resolve()),
-        "bytes": file.size,
-        "shards": len(file.shards),
-        "modified": file.path.stat().st_mtime,
-        "sha256": file.sha256() if file.size < _HASHED_BELOW else None,
-    }

@@ -53,6 +53,7 @@ def test_each_stage_module_has_a_group_and_a_schema() -> None:
         "model",
         "runtime",
         "sampling",
+        "objective",
         "pipeline",
         "experiment",
     }

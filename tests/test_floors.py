@@ -13,13 +13,24 @@ ROOT = Path(__file__).parent.parent
 
 FLOORS = (
     {"errors", "rundir", "origin", "metrics", "packaged", "runs"},
-    {"model", "kernels", "device", "gguf", "gguf_header", "quants", "tokenizer", "chat"},
+    {
+        "model",
+        "kernels",
+        "device",
+        "gguf",
+        "gguf_header",
+        "model_files",
+        "quants",
+        "tokenizer",
+        "chat",
+    },
     {"speculate", "sampling", "depth", "oracle", "diagnosis", "cache", "graph"},
     {"pipeline", "trace"},
     {"stages"},
     {
         "schema",
         "checks",
+        "objective",
         "env",
         "overrides",
         "quoting",
@@ -38,6 +49,7 @@ FLOORS = (
         "prompt_run",
         "prompt_summary",
         "report",
+        "sweeps",
         "ab",
         "__main__",
     },
