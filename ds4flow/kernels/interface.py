@@ -14,9 +14,12 @@ import torch
 from ds4flow.model.rope import Rope
 from ds4flow.model.weights import (
     CompressorWeights,
+    HeadWeights,
     HyperWeights,
     IndexerWeights,
     LayerWeights,
+    MtpWeights,
+    TrunkWeights,
 )
 from ds4flow.quants import QTensor
 
@@ -85,6 +88,46 @@ class Layers(Protocol):
         """
 
 
+class Passes(Protocol):
+    """Whole passes in one call each: the operations of `ds4flow.model`, in its order.
+
+    For backends where what happens between two calls takes more time than small operations. All
+    raise NumericsError naming the layer when the streams are not finite; logits are not checked.
+    """
+
+    def trunk(
+        self,
+        tokens: Sequence[int],
+        weights: TrunkWeights,
+        rows: Sequence[LayerRows],
+        ropes: Sequence[Rope],
+        start: int,
+    ) -> torch.Tensor:
+        """Streams `[M, N, D]` of tokens at positions `start ..` after all layers."""
+
+    def head(self, streams: torch.Tensor, weights: HeadWeights, output: QTensor) -> torch.Tensor:
+        """Logits `[M, V]` of streams `[M, N, D]`."""
+
+    def draft(
+        self,
+        embedded: torch.Tensor,
+        streams: torch.Tensor,
+        tokens: Sequence[int],
+        weights: MtpWeights,
+        output: QTensor,
+        rows: LayerRows,
+        rope: Rope,
+        start: int,
+        written: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The MTP block over M pairs at positions `start ..`.
+
+        `embedded [M, D]` is the tokens' part of the input, normed and projected. Of the first
+        `written` pairs only the window rows are made; returned are logits `[M - written, V]` and
+        streams `[M - written, N, D]` of the others.
+        """
+
+
 class Kernels(Protocol):
     """Fused operations. `start` is the absolute position of row 0; row i lies at `start + i`.
 
@@ -94,6 +137,10 @@ class Kernels(Protocol):
     @property
     def layers(self) -> Layers | None:
         """What runs whole layers; None where a layer is put together from the operations below."""
+
+    @property
+    def passes(self) -> Passes | None:
+        """What runs whole passes; None where they are put together from the operations below."""
 
     def prepare(self, weights: Sequence[QTensor]) -> None:
         """Make the weights ready (self-test of the shapes, packing); called once after loading."""

@@ -34,7 +34,7 @@ DEQUANTISED_BYTES = 2 << 30
 class ReferenceKernels:
     """Implements `ds4flow.kernels.interface.Kernels` with torch on any device."""
 
-    layers = None  # one operation after the other
+    layers = passes = None  # one operation after the other
 
     def __init__(
         self, config: ModelConfig, profile: Profile, device: torch.device | None = None

@@ -21,7 +21,11 @@ def head_logits(
 
     The rows are what the later stages choose tokens from, so nothing after this checks again.
     """
-    logits = kernels.linear(kernels.hc_head(streams, head.hc, head.norm), output)
+    if kernels.passes is not None:
+        logits = kernels.passes.head(streams, head, output)
+    else:
+        with torch.inference_mode():
+            logits = kernels.linear(kernels.hc_head(streams, head.hc, head.norm), output)
     check_logits(logits, where)
     return logits
 

@@ -12,7 +12,7 @@ import torch
 
 from ds4flow.kernels.interface import Cache, Kernels
 from ds4flow.model.config import ModelConfig
-from ds4flow.model.head import head_logits
+from ds4flow.model.head import check_logits, head_logits
 from ds4flow.model.layer import layer_forward
 from ds4flow.model.rope import Rope
 from ds4flow.model.weights import MtpWeights, TrunkWeights
@@ -110,7 +110,6 @@ class MtpBlock:
         head = torch.zeros_like(streams[0]) if previous is None else previous
         self.warm(torch.cat((head[None], streams[:-1])), tokens, first, cache)
 
-    @torch.inference_mode()
     def forward(
         self,
         streams: torch.Tensor,
@@ -127,15 +126,40 @@ class MtpBlock:
         the input of the next depth. Raises NumericsError when a logit is not finite.
         """
         cache.check_room(first + written, len(tokens) - written)
+        whole = self.kernels.passes
+        if whole is None:
+            return self._by_operations(streams, tokens, first, cache, written)
+        logits, out = whole.draft(
+            self._embedded(tokens),
+            streams,
+            tokens,
+            self.weights,
+            self.output,
+            cache.mtp,
+            self.rope,
+            first,
+            written,
+        )
+        check_logits(logits, f"MTP block at position {first + written}")
+        return logits, out
+
+    @torch.inference_mode()
+    def _by_operations(
+        self,
+        streams: torch.Tensor,
+        tokens: Sequence[int],
+        first: int,
+        cache: Cache,
+        written: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         joined = self._join(streams, tokens)
         if written:
             self._write(joined[:written], first, cache)
             joined, tokens, first = joined[written:], tokens[written:], first + written
-        out = layer_forward(
-            self.kernels, joined, tokens, self.weights.layer, cache.mtp, self.rope, first
-        )
+        layer, head = self.weights.layer, self.weights.head
+        out = layer_forward(self.kernels, joined, tokens, layer, cache.mtp, self.rope, first)
         where = f"MTP block at position {first}"
-        return head_logits(self.kernels, out, self.weights.head, self.output, where), out
+        return head_logits(self.kernels, out, head, self.output, where), out
 
     def step(
         self,

@@ -90,6 +90,7 @@ class Model:
         exact = profile.exact_angles
         self._plain_rope = Rope(config, compressed=False, exact=exact, device=where)
         self._compressed_rope = Rope(config, compressed=True, exact=exact, device=where)
+        self._ropes = [self.rope(layer.ratio) for layer in weights.layers]
         self.mtp: MtpBlock | None = None
         if mtp_weights is not None:
             ratio = config.mtp_ratio
@@ -168,7 +169,6 @@ class Model:
         """The rotary table of layers with compression `ratio`."""
         return self._compressed_rope if ratio else self._plain_rope
 
-    @torch.inference_mode()
     def forward(self, tokens: Sequence[int], cache: Cache) -> torch.Tensor:
         """Run the trunk on `tokens` at positions `cache.length ..`; the cursor does not move.
 
@@ -178,12 +178,13 @@ class Model:
         """
         start = cache.length
         cache.check_room(start, len(tokens))
+        if self.kernels.passes is not None:
+            return self.kernels.passes.trunk(tokens, self.weights, cache.layers, self._ropes, start)
         embedded = self.kernels.embed(self.weights.embed, tokens)
         streams = embedded[:, None, :].expand(-1, self.config.streams, -1).contiguous()
         whole = self.kernels.layers
         if whole is not None:
-            ropes = (self.rope(layer.ratio) for layer in self.weights.layers)
-            stacked = list(zip(self.weights.layers, cache.layers, ropes, strict=True))
+            stacked = list(zip(self.weights.layers, cache.layers, self._ropes, strict=True))
             return whole(streams, tokens, stacked, start)
         for layer, rows in zip(self.weights.layers, cache.layers, strict=True):
             streams = layer_forward(
@@ -198,7 +199,6 @@ class Model:
                 )
         return streams
 
-    @torch.inference_mode()
     def logits(self, streams: torch.Tensor) -> torch.Tensor:
         """Logits `[M, V]` of streams `[M, N, D]`; NumericsError when one is not finite."""
         weights = self.weights

@@ -6,9 +6,10 @@ because every output element is computed in one fixed order from its own row.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from ds4flow.kernels.cpu import (
     experts,
     hyper,
     layout,
+    passes,
     products,
     rows,
     stack,
@@ -35,9 +37,12 @@ from ds4flow.model.profile import Profile
 from ds4flow.model.rope import BLOCK, Rope
 from ds4flow.model.weights import (
     CompressorWeights,
+    HeadWeights,
     HyperWeights,
     IndexerWeights,
     LayerWeights,
+    MtpWeights,
+    TrunkWeights,
 )
 from ds4flow.quants import QTensor
 
@@ -59,6 +64,9 @@ OPERATIONS: tuple[Callable[..., int], ...] = (
     attention.attention_output,
     experts.moe,
     stack.stack,
+    passes.trunk,
+    passes.head,
+    passes.draft,
 )
 ACTIVATIONS = ("f32", "int8")
 MOST_CACHE_RECORDS = 1 << 14
@@ -109,6 +117,12 @@ class CpuKernels:
         self._rows: dict[tuple[int, ...], np.ndarray] = {}
         self._stacks: dict[tuple[int, ...], _Stack] = {}
         self._between = np.empty(0, dtype=np.uint8)
+        self._between_address = 0
+        self._ids = np.empty(0, dtype=np.int64)
+        self._ids_address = 0
+        self._trunk_pass, self._head_pass, self._draft_pass = (
+            library.address(kernel) for kernel in (passes.trunk, passes.head, passes.draft)
+        )
         self._tables = lookup_tables()
         self._arena = np.empty(0, dtype=np.uint8)
         self._scratch = np.empty(0, dtype=np.uint8)
@@ -117,6 +131,11 @@ class CpuKernels:
         self._context = self._make_context()
         self._at = address(self._context)
         self._call: Any = library.enter()
+
+    @property
+    def passes(self) -> CpuKernels:
+        """Whole passes in one call each, see `ds4flow.kernels.interface.Passes`."""
+        return self
 
     def _make_context(self) -> np.ndarray:
         config, made = self.config, record(layout.CONTEXT_SIZE)
@@ -136,6 +155,8 @@ class CpuKernels:
             (layout.CONTEXT_ATTEND, library.address(attention.attend)),
             (layout.CONTEXT_ATTENTION_OUTPUT, library.address(attention.attention_output)),
             (layout.CONTEXT_MOE, library.address(experts.moe)),
+            (layout.CONTEXT_STACK, library.address(stack.stack)),
+            (layout.CONTEXT_HC_HEAD, library.address(hyper.hc_head)),
             (layout.CONTEXT_DIM, config.dim),
             (layout.CONTEXT_HEADS, config.heads),
             (layout.CONTEXT_HEAD_DIM, config.head_dim),
@@ -289,18 +310,16 @@ class CpuKernels:
 
     def embed(self, weight: QTensor, tokens: Sequence[int]) -> torch.Tensor:
         """Embedding rows `[M, D]`, float32."""
-        if weight.type not in FORMATS or weight.data.stride(-1) != 1:
+        if not _readable(weight):
             return weight.rows(list(tokens))
-        ids = np.array(tokens, dtype=np.int64)
-        rows_, columns = weight.shape
-        if len(ids) and not 0 <= min(tokens) <= max(tokens) < rows_:
-            raise IndexError(f"token ids must lie in 0 .. {rows_ - 1}")
-        out = torch.empty((len(ids), columns))
+        _check_ids(tokens, weight)
+        columns = weight.shape[1]
+        out = torch.empty((len(tokens), columns))
         data = weight.data
         self._enter(
             library.address(products.ROW_LOOKUPS[weight.type]),
-            address(ids),
-            len(ids),
+            self._numbers(tokens),
+            len(tokens),
             columns // 16,
             data.data_ptr(),
             data.stride(0) * data.element_size(),
@@ -578,14 +597,13 @@ class CpuKernels:
         m = x.shape[0]
         made = self._records.experts(layer)
         self._reserve(m)
-        ids = np.array(tokens, dtype=np.int64)
         out = torch.empty_like(x)
         failed = self._enter(
             library.address(experts.moe),
             self._at,
             made,
             x.data_ptr(),
-            address(ids),
+            self._numbers(tokens),
             m,
             out.data_ptr(),
             0,
@@ -609,49 +627,178 @@ class CpuKernels:
 
         Raises NumericsError naming the layer when a value is not finite.
         """
-        self._forget()
-        c, m = self.config, streams.shape[0]
-        records = self._stack(stacked, start + m)
-        keys, visible = 0, 0
-        for _, rows_, _ in stacked:
-            if rows_.index is not None:
-                visible = max(visible, (start + m) // rows_.index.ratio)
-                keys = max(keys, c.top_k)
-            elif rows_.compressed is not None:
-                keys = max(keys, (start + m) // rows_.compressed.ratio)
-        self._reserve(m, c.window + keys, visible)
-        size = 8 * m * (3 * c.dim + c.heads * c.head_dim + c.q_rank + 16 + c.top_k)
-        if self._between.size < size:
-            self._between = np.empty(size + size // 2, dtype=np.uint8)
-        ids = np.array(tokens, dtype=np.int64)
+        m = streams.shape[0]
+        made = self._ready(stacked, m, start)
         out = streams.clone(memory_format=torch.contiguous_format)
         failed = self._enter(
             library.address(stack.stack),
             self._at,
-            address(records),
+            made.address,
             len(stacked),
             out.data_ptr(),
             m,
             start,
-            address(ids),
-            (address(self._between) + 63) // 64 * 64,
+            self._numbers(tokens),
+            self._between_address,
             0,
         )
         if failed:
-            number, row = (failed & ~stack.ROUTER) >> 32, (failed & 0xFFFFFFFF) - 1
-            index = stacked[number][0].index
-            if failed & stack.ROUTER:
-                raise NumericsError(f"layer {index}: the router's scores are not finite")
-            raise NumericsError(
-                f"layer {index} gave a value that is not finite at position {start + row} "
-                f"(row {row} of the pass)",
-                NOT_FINITE,
-            )
+            _raise_failed(failed, [layer.index for layer, _, _ in stacked], start)
         return out
 
-    def _stack(
-        self, stacked: Sequence[tuple[LayerWeights, LayerRows, Rope]], last: int
-    ) -> np.ndarray:
+    def trunk(
+        self,
+        tokens: Sequence[int],
+        weights: TrunkWeights,
+        rows: Sequence[LayerRows],
+        ropes: Sequence[Rope],
+        start: int,
+    ) -> torch.Tensor:
+        """Streams `[M, N, D]` of tokens at positions `start ..` after all layers."""
+        m, c, embedding = len(tokens), self.config, weights.embed
+        stacked = list(zip(weights.layers, rows, ropes, strict=True))
+        if not _readable(embedding):
+            streams = self.embed(embedding, tokens)[:, None, :].expand(-1, c.streams, -1)
+            return self.layers(streams, tokens, stacked, start)
+        made = self._ready(stacked, m, start)
+        _check_ids(tokens, embedding)
+        if made.trunk is None:
+            data, made.trunk = embedding.data, record(layout.TRUNK_SIZE)
+            for field, value in (
+                (layout.TRUNK_LOOKUP, library.address(products.ROW_LOOKUPS[embedding.type])),
+                (layout.TRUNK_ROWS, data.data_ptr()),
+                (layout.TRUNK_STRIDE, data.stride(0) * data.element_size()),
+                (layout.TRUNK_LAYERS, made.address),
+                (layout.TRUNK_COUNT, len(rows)),
+            ):
+                put(made.trunk, field, value)
+        out = torch.empty((m, c.streams, c.dim))
+        failed = self._enter(
+            self._trunk_pass,
+            self._at,
+            address(made.trunk),
+            self._numbers(tokens),
+            m,
+            start,
+            out.data_ptr(),
+            self._between_address,
+            0,
+            0,
+        )
+        if failed:
+            _raise_failed(failed, [layer.index for layer in weights.layers], start)
+        return out
+
+    def head(self, streams: torch.Tensor, weights: HeadWeights, output: QTensor) -> torch.Tensor:
+        """Logits `[M, V]` of streams `[M, N, D]`."""
+        streams = streams.contiguous()
+        m, _, dim = streams.shape
+        made, matrix = self._records.hyper(weights.hc, weights.norm), self._records.matrix(output)
+        self._reserve(m)
+        self._reserve_between(4 * m * dim)
+        out = torch.empty((m, output.shape[0]))
+        self._enter(
+            self._head_pass,
+            self._at,
+            made,
+            matrix,
+            streams.data_ptr(),
+            m,
+            out.data_ptr(),
+            self._between_address,
+            0,
+            0,
+        )
+        return out
+
+    def draft(
+        self,
+        embedded: torch.Tensor,
+        streams: torch.Tensor,
+        tokens: Sequence[int],
+        weights: MtpWeights,
+        output: QTensor,
+        rows: LayerRows,
+        rope: Rope,
+        start: int,
+        written: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits `[M - written, V]` and streams of pairs at `start ..`, after `written` rows.
+
+        `embedded [M, D]` is the tokens' part of the input, normed and projected.
+        """
+        embedded, streams, c = embedded.contiguous(), streams.contiguous(), self.config
+        m = len(tokens)
+        made = self._ready([(weights.layer, rows, rope)], c.streams * m, start)
+        if made.draft is None:
+            made.draft = record(layout.DRAFT_SIZE)
+            head = weights.head
+            for field, value in (
+                (layout.DRAFT_NORM, self._records.vector(weights.hnorm)),
+                (layout.DRAFT_PROJECTION, self._records.matrix(weights.h_proj)),
+                (layout.DRAFT_HYPER, self._records.hyper(head.hc, head.norm)),
+                (layout.DRAFT_OUTPUT, self._records.matrix(output)),
+                (layout.DRAFT_LAYER, made.address),
+            ):
+                put(made.draft, field, value)
+            self._reserve(c.streams * m)  # for columns that were not known before
+        logits = torch.empty((m - written, output.shape[0]))
+        out = torch.empty((m - written, c.streams, c.dim))
+        made.draft[layout.DRAFT_TOKENS // 8 :] = (
+            embedded.data_ptr(),
+            streams.data_ptr(),
+            self._numbers(tokens),
+            m,
+            written,
+            start,
+            out.data_ptr(),
+            logits.data_ptr(),
+            self._between_address,
+        )
+        failed = self._enter(self._draft_pass, self._at, address(made.draft), 0, 0, 0, 0, 0, 0, 0)
+        if failed:
+            _raise_failed(failed, [weights.layer.index], start + written)
+        return logits, out
+
+    def _numbers(self, tokens: Sequence[int]) -> int:
+        """Address of the token numbers as int64."""
+        m = len(tokens)
+        if m > self._ids.size:
+            self._ids = np.empty(2 * m, dtype=np.int64)
+            self._ids_address = address(self._ids)
+        self._ids[:m] = tokens
+        return self._ids_address
+
+    def _reserve_between(self, size: int) -> None:
+        """Make room for what passes from one kernel to the next inside a call."""
+        if self._between.size < size + 64:
+            self._between = np.empty(size + size // 2 + 64, dtype=np.uint8)
+            self._between_address = (address(self._between) + 63) // 64 * 64
+
+    def _ready(
+        self, stacked: Sequence[tuple[LayerWeights, LayerRows, Rope]], m: int, start: int
+    ) -> _Stack:
+        """Records and room for a pass of `m` rows through some layers."""
+        self._forget()
+        made = self._stack(stacked, start + m)
+        if m <= made.rows and start + m <= made.last:
+            return made
+        c, last = self.config, start + m + BLOCK
+        keys, visible = 0, 0
+        for _, rows_, rope in stacked:
+            self._rope(rope, last)
+            if rows_.index is not None:
+                visible = max(visible, last // rows_.index.ratio)
+                keys = max(keys, c.top_k)
+            elif rows_.compressed is not None:
+                keys = max(keys, last // rows_.compressed.ratio)
+        self._reserve(m, c.window + keys, visible)
+        each = 3 * c.dim + c.heads * c.head_dim + c.q_rank + 16 + c.top_k
+        self._reserve_between(8 * m * (each + c.streams * c.dim))
+        made.rows, made.last = m, last
+        return made
+
+    def _stack(self, stacked: Sequence[tuple[LayerWeights, LayerRows, Rope]], last: int) -> _Stack:
         """The records of some layers with their ropes and cache rows filled in.
 
         Kept by the identity of the cache rows, as long as their buffers are still the same objects.
@@ -659,9 +806,7 @@ class CpuKernels:
         key = tuple([id(rows_) for _, rows_, _ in stacked])
         known = self._stacks.get(key)
         if known is not None and known.describes(stacked):
-            for rope in known.ropes:
-                self._rope(rope, last)
-            return known.records
+            return known
         parts = []
         for layer, rows_, rope in stacked:
             part = self._records.layer(layer)
@@ -670,9 +815,32 @@ class CpuKernels:
             if rows_.index is not None:
                 put(part, layout.LAYER_INDEX_POOL, self._compressed(rows_.index))
             parts.append(part)
-        made = np.concatenate(parts)
-        self._stacks[key] = _Stack(stacked, made)
+        made = _Stack(stacked, np.concatenate(parts))
+        self._stacks[key] = made
         return made
+
+
+def _raise_failed(failed: int, indices: Sequence[int], start: int) -> NoReturn:
+    """Say which layer of a stack, and which position, gave a value that is not finite."""
+    number, row = (failed & ~stack.ROUTER) >> 32, (failed & 0xFFFFFFFF) - 1
+    if failed & stack.ROUTER:
+        raise NumericsError(f"layer {indices[number]}: the router's scores are not finite")
+    raise NumericsError(
+        f"layer {indices[number]} gave a value that is not finite at position {start + row} "
+        f"(row {row} of the pass)",
+        NOT_FINITE,
+    )
+
+
+def _readable(embedding: QTensor) -> bool:
+    """Whether a kernel looks up rows of this weight as stored."""
+    return embedding.type in FORMATS and embedding.data.stride(-1) == 1
+
+
+def _check_ids(tokens: Sequence[int], embedding: QTensor) -> None:
+    rows_ = embedding.shape[0]
+    if len(tokens) and not 0 <= min(tokens) <= max(tokens) < rows_:
+        raise IndexError(f"token ids must lie in 0 .. {rows_ - 1}")
 
 
 class _Stack:
@@ -682,34 +850,32 @@ class _Stack:
         self, stacked: Sequence[tuple[LayerWeights, LayerRows, Rope]], records: np.ndarray
     ) -> None:
         self.records = records
-        self.ropes = tuple({id(rope): rope for _, _, rope in stacked}.values())
-        self._made_from = [
-            (layer, rope, [weakref.ref(tensor) for tensor in _buffers(rows_)])
-            for layer, rows_, rope in stacked
-        ]
+        self.address = address(records)
+        self.trunk: np.ndarray | None = None
+        self.draft: np.ndarray | None = None
+        self.rows = self.last = 0  # what room has been made for
+        self._fixed = [part for layer, _, rope in stacked for part in (layer, rope)]
+        self._buffers = [weakref.ref(tensor) for tensor in _buffers(stacked)]
 
     def describes(self, stacked: Sequence[tuple[LayerWeights, LayerRows, Rope]]) -> bool:
         """Whether the layers, ropes and buffers are those that the records were made from."""
-        for (layer, rows_, rope), (old_layer, old_rope, references) in zip(
-            stacked, self._made_from, strict=True
-        ):
-            if layer is not old_layer or rope is not old_rope:
-                return False
-            buffers = _buffers(rows_)
-            if len(buffers) != len(references):
-                return False
-            for tensor, reference in zip(buffers, references, strict=True):
-                if reference() is not tensor:
-                    return False
-        return True
+        fixed = [part for layer, _, rope in stacked for part in (layer, rope)]
+        found = _buffers(stacked)
+        return (
+            len(found) == len(self._buffers)
+            and all(map(operator.is_, fixed, self._fixed))
+            and all(map(operator.is_, found, map(operator.call, self._buffers)))
+        )
 
 
-def _buffers(rows_: LayerRows) -> list[torch.Tensor]:
-    """All tensors of a layer's cache rows."""
-    found = [rows_.window]
-    for part in (rows_.compressed, rows_.index):
-        if part is not None:
-            found += (part.values, part.scores, part.pool)
+def _buffers(stacked: Sequence[tuple[LayerWeights, LayerRows, Rope]]) -> list[torch.Tensor]:
+    """All tensors of the layers' cache rows."""
+    found = []
+    for _, rows_, _ in stacked:
+        found.append(rows_.window)
+        for part in (rows_.compressed, rows_.index):
+            if part is not None:
+                found += (part.values, part.scores, part.pool)
     return found
 
 

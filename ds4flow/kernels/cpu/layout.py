@@ -43,6 +43,8 @@ TASK_SIZE = 56
     CONTEXT_ATTEND,
     CONTEXT_ATTENTION_OUTPUT,
     CONTEXT_MOE,
+    CONTEXT_STACK,
+    CONTEXT_HC_HEAD,
     CONTEXT_TABLES,
     CONTEXT_SCRATCH,
     CONTEXT_SCRATCH_STRIDE,
@@ -70,7 +72,7 @@ TASK_SIZE = 56
     CONTEXT_EPS_HC,
     CONTEXT_EXPERT_SCALE,
     CONTEXT_JOB_FIELDS,  # room for the arguments of a parallel job
-) = _fields(42)
+) = _fields(44)
 CONTEXT_SIZE = CONTEXT_JOB_FIELDS + 8 * 16
 
 # the thread pool, its parts on cache lines of their own: the word that shares are taken from
@@ -147,3 +149,26 @@ MOE_SIZE = 88
     LAYER_INDEX_POOL,
 ) = _fields(10)
 LAYER_SIZE = 80
+
+# the trunk: how rows of the embedding are looked up, where they lie, the layers
+TRUNK_LOOKUP, TRUNK_ROWS, TRUNK_STRIDE, TRUNK_LAYERS, TRUNK_COUNT = _fields(5)
+TRUNK_SIZE = 40
+
+# a pass of the MTP block: its weights, then what changes from pass to pass
+(
+    DRAFT_NORM,
+    DRAFT_PROJECTION,
+    DRAFT_HYPER,
+    DRAFT_OUTPUT,
+    DRAFT_LAYER,
+    DRAFT_TOKENS,  # the tokens' part of the input, [rows, dim]
+    DRAFT_STREAMS,
+    DRAFT_IDS,
+    DRAFT_ROWS,
+    DRAFT_WRITTEN,
+    DRAFT_FIRST,
+    DRAFT_OUT,
+    DRAFT_LOGITS,
+    DRAFT_ROOM,
+) = _fields(14)
+DRAFT_SIZE = 112

@@ -45,7 +45,7 @@ class KernelBase:
     `device` are for tests and tools.
     """
 
-    layers = None  # the operations of a layer are captured one by one
+    layers = passes = None  # the operations of a layer are captured one by one
 
     def __init__(
         self,

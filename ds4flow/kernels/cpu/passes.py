@@ -1,0 +1,138 @@
+"""Whole passes in one call each, because what runs between two calls finds cold caches.
+
+The order of operations is that of `ds4flow.model.trunk`, `ds4flow.model.mtp` and
+`ds4flow.model.head`.
+"""
+
+from __future__ import annotations
+
+from ds4flow.kernels.cpu.hyper import STREAMS
+from ds4flow.kernels.cpu.lanes import copy, get, getf, invoke, lanes, put_lanes
+from ds4flow.kernels.cpu.layout import (
+    CONTEXT_ARENA,
+    CONTEXT_DIM,
+    CONTEXT_EPS,
+    CONTEXT_HC_HEAD,
+    CONTEXT_HC_PRE,
+    CONTEXT_KV_ROWS,
+    CONTEXT_STACK,
+    CONTEXT_TABLES,
+    DRAFT_FIRST,
+    DRAFT_HYPER,
+    DRAFT_IDS,
+    DRAFT_LAYER,
+    DRAFT_LOGITS,
+    DRAFT_NORM,
+    DRAFT_OUT,
+    DRAFT_OUTPUT,
+    DRAFT_PROJECTION,
+    DRAFT_ROOM,
+    DRAFT_ROWS,
+    DRAFT_STREAMS,
+    DRAFT_TOKENS,
+    DRAFT_WRITTEN,
+    LAYER_ATTENTION,
+    LAYER_HC_ATTN,
+    LAYER_ROPE,
+    LAYER_ROWS,
+    MATRIX_ROWS,
+    ROWS_SLOTS,
+    ROWS_WINDOW,
+    TRUNK_COUNT,
+    TRUNK_LAYERS,
+    TRUNK_LOOKUP,
+    TRUNK_ROWS,
+    TRUNK_STRIDE,
+)
+from ds4flow.kernels.cpu.library import helper
+from ds4flow.kernels.cpu.products import run, task
+from ds4flow.kernels.cpu.rows import norm
+
+
+def trunk(
+    context: int, model: int, ids: int, m: int, start: int, y: int, room: int, a: int, b: int
+) -> int:
+    """Streams `y [m, 4, dim]` of the tokens with the numbers `ids`; the result is `stack`'s."""
+    size = 4 * get(context + CONTEXT_DIM)
+    rows, stride = get(model + TRUNK_ROWS), get(model + TRUNK_STRIDE)
+    tables = get(context + CONTEXT_TABLES)
+    invoke(get(model + TRUNK_LOOKUP), (ids, m, size // 64, rows, stride, room, tables, 0, 0))
+    for i in range(m):
+        for s in range(STREAMS):
+            copy(y + size * (STREAMS * i + s), room + size * i, size)
+    layers, count = get(model + TRUNK_LAYERS), get(model + TRUNK_COUNT)
+    return invoke(get(context + CONTEXT_STACK), (context, layers, count, y, m, start, ids, room, 0))
+
+
+def head(
+    context: int, hyper: int, matrix: int, streams: int, m: int, y: int, room: int, a: int, b: int
+) -> int:
+    """Logits `y [m, rows of the matrix]` of `streams [m, 4, dim]`; `room` holds `[m, dim]`."""
+    _head(context, hyper, matrix, streams, m, y, room)
+    return 0
+
+
+@helper
+def _head(context: int, hyper: int, matrix: int, streams: int, m: int, y: int, room: int) -> None:
+    size = 4 * get(context + CONTEXT_DIM)
+    invoke(get(context + CONTEXT_HC_HEAD), (context, hyper, streams, m, room, 0, 0, 0, 0))
+    tasks = get(context + CONTEXT_ARENA)
+    run(context, tasks, task(tasks, matrix, room, size, m, y, 4 * get(matrix + MATRIX_ROWS)))
+
+
+@helper
+def _join(context: int, draft: int, m: int, normed: int, y: int) -> None:
+    """Input streams `y [m, 4, dim]`: the projected streams plus the token's part."""
+    size, eps = 4 * get(context + CONTEXT_DIM), getf(context + CONTEXT_EPS)
+    streams, tokens = get(draft + DRAFT_STREAMS), get(draft + DRAFT_TOKENS)
+    for i in range(STREAMS * m):
+        norm(streams + size * i, size // 4, eps, get(draft + DRAFT_NORM), normed + size * i)
+    tasks = get(context + CONTEXT_ARENA)
+    matrix = get(draft + DRAFT_PROJECTION)
+    run(context, tasks, task(tasks, matrix, normed, size, STREAMS * m, y, size))
+    for i in range(m):
+        for s in range(STREAMS):
+            row = y + size * (STREAMS * i + s)
+            for at in range(0, size, 64):
+                put_lanes(row + at, lanes(tokens + size * i + at) + lanes(row + at))
+
+
+def draft(context: int, draft: int, a: int, b: int, c: int, d: int, e: int, f: int, g: int) -> int:
+    """A pass of the MTP block over the pairs that the record `draft` describes.
+
+    Of the first `written` pairs only the window rows are made; the others' streams and logits
+    follow, if there are others. The result is `stack`'s.
+    """
+    size = 4 * get(context + CONTEXT_DIM)
+    m, written, first = (
+        get(draft + DRAFT_ROWS),
+        get(draft + DRAFT_WRITTEN),
+        get(draft + DRAFT_FIRST),
+    )
+    joined = get(draft + DRAFT_ROOM)
+    room = joined + STREAMS * size * m
+    _join(context, draft, m, room, joined)
+    layer = get(draft + DRAFT_LAYER)
+    if written:
+        comb, post, x = room, room + 64 * written, room + 128 * written
+        pre, rows = get(layer + LAYER_HC_ATTN), get(layer + LAYER_ROWS)
+        invoke(get(context + CONTEXT_HC_PRE), (context, pre, joined, written, x, post, comb, 0, 0))
+        window, slots = get(rows + ROWS_WINDOW), get(rows + ROWS_SLOTS)
+        attention, rope = get(layer + LAYER_ATTENTION), get(layer + LAYER_ROPE)
+        invoke(
+            get(context + CONTEXT_KV_ROWS),
+            (context, attention, x, written, first, rope, window, slots, 0),
+        )
+    rest = m - written
+    if rest == 0:
+        return 0
+    y = get(draft + DRAFT_OUT)
+    copy(y, joined + STREAMS * size * written, STREAMS * size * rest)
+    ids = get(draft + DRAFT_IDS) + 8 * written
+    stack = get(context + CONTEXT_STACK)
+    bad = invoke(stack, (context, layer, 1, y, rest, first + written, ids, room, 0))
+    if bad:
+        return bad
+    hyper, matrix = get(draft + DRAFT_HYPER), get(draft + DRAFT_OUTPUT)
+    _head(context, hyper, matrix, y, rest, get(draft + DRAFT_LOGITS), room)
+    return 0
