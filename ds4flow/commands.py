@@ -231,4 +231,49 @@ def replay(word: str, overrides: tuple[str, ...], root: Path, **options: Any) ->
     sys.exit(replay_command(Run.open(resolve_run(word, root)), root, overrides, **options))
 
 
-COMMANDS = (bench, download, inspect, replay, report, runs, synth, verify)
+class _WithArms(click.Command):
+    """Keeps apart what follows each `--`; click itself would lose where the first one stood."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        parts: list[list[str]] = [[]]
+        for word in args:
+            if word == "--":
+                parts.append([])
+            else:
+                parts[-1].append(word)
+        ctx.meta["ds4flow.arms"] = parts[1:]
+        return super().parse_args(ctx, parts[0])
+
+
+@click.command("ab", cls=_WithArms)
+@click.argument(
+    "words", nargs=-1, metavar="[KEY=VALUE].. [A.yaml B.yaml | -- [KEY=VALUE].. -- [KEY=VALUE]..]"
+)
+@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, metavar="N")
+@click.option(
+    "--warmup",
+    type=click.IntRange(min=0),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Pairs that are run first and discarded.",
+)
+@click.option(
+    "--allow", default="", metavar="NAME,..", help="Of weights,prompts,machine: may differ."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print ab.json instead of the table.")
+@click.option("--config-dir", metavar="DIR", help="A folder with more YAML, searched as well.")
+@click.pass_context
+def ab(ctx: click.Context, words: tuple[str, ...], allow: str, **options: Any) -> None:
+    """Compare two configs, run in turn (ABBA): speed pair by pair, and whether the texts agree.
+
+    The arms are YAML files of overrides or stand after --; words before hold for both. Exit 1 when
+    texts differ that had to be equal.
+    """
+    from ds4flow.ab.command import Options, ab_command, parse_allow
+
+    made = Options(allow=parse_allow(allow), **options)
+    sys.exit(ab_command(words, ctx.meta["ds4flow.arms"], made))
+
+
+COMMANDS = (ab, bench, download, inspect, replay, report, runs, synth, verify)

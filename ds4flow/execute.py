@@ -24,7 +24,7 @@ from ds4flow.errors import Ds4FlowError
 from ds4flow.objective import score
 from ds4flow.overrides import refuse_two_prompts
 from ds4flow.provenance import PARENT, provenance
-from ds4flow.recorded import Terminated, recorded, terminable
+from ds4flow.recorded import exit_code, recorded, terminable
 from ds4flow.rundir import RunDir
 from ds4flow.runs.record import Run
 
@@ -58,7 +58,7 @@ def job(config: DictConfig) -> float | None:
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt as error:
         print("interrupted", file=sys.stderr)
-        raise SystemExit(143 if isinstance(error, Terminated) else 130) from None
+        raise SystemExit(exit_code(error)) from None
     except BrokenPipeError:
         raise SystemExit(141) from None
 

@@ -98,12 +98,9 @@ class State:
 
     def share_with(self, run: RunDir, prompt: str, messages: tuple[Message, ...] = ()) -> State:
         """The state of another prompt in `run`: what `Pipeline.share` made, and all else fresh."""
-        return State(
-            run,
-            prompt,
-            messages,
-            **{name: getattr(self, name) for name in SHARED},
-        )
+        if self.mtp_off:
+            run.record(mtp_off=self.mtp_off)
+        return State(run, prompt, messages, **{name: getattr(self, name) for name in SHARED})
 
     def switch_mtp_off(self, reason: str) -> None:
         """Draft no more in this run; says so once, and records it."""

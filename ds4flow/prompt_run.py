@@ -124,8 +124,6 @@ def _perform_one(
     state = shared.share_with(child, prompt.text, prompt.messages)
     try:
         with recorded(child):
-            if shared.mtp_off:
-                child.record(mtp_off=shared.mtp_off)
             build_pipeline(mine).run(state)
     except STOPS:
         raise

@@ -42,6 +42,11 @@ def recorded(run: RunDir) -> Iterator[None]:
     run.finish("complete")
 
 
+def exit_code(stop: KeyboardInterrupt) -> int:
+    """What a process ends with that was stopped: 128 and the number of the signal."""
+    return 143 if isinstance(stop, Terminated) else 130
+
+
 @contextmanager
 def terminable() -> Iterator[None]:
     """Treat SIGTERM like Ctrl-C, so that a run that a scheduler ends is recorded."""

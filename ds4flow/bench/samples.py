@@ -7,12 +7,13 @@ taken pair by pair inside a round.
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -21,6 +22,14 @@ CLOCKS: Mapping[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_ti
 """Seconds by name. `cpu` counts what this process computed: on a machine that others use too it
 says more about one thread than the time on the wall, and nothing about several.
 """
+
+
+class Interval(NamedTuple):
+    """Ends of a confidence interval and how surely it holds what it is for."""
+
+    low: float
+    high: float
+    coverage: float
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,23 @@ class Samples:
         if len(self.values) < 4:
             return min(self.values) if which == 0 else max(self.values)
         return statistics.quantiles(self.values, n=4, method="inclusive")[which]
+
+    def interval(self, level: float = 0.95) -> Interval:
+        """Where the median of the population lies, whatever its distribution.
+
+        Between two order statistics: of n independent values, the k-th smallest and the k-th
+        largest hold it with probability `1 - 2 P(Binomial(n, 1/2) < k)`. The narrowest interval
+        that reaches `level`; with too few values all of them, and a lower coverage.
+        """
+        n, ordered = len(self.values), sorted(self.values)
+        below = 2.0**-n  # chance that fewer than k values lie below the median, for k = 1
+        k, coverage = 1, 1.0 - 2.0 * below
+        while k < n // 2:
+            below += math.comb(n, k) * 2.0**-n
+            if 1.0 - 2.0 * below < level:
+                break
+            k, coverage = k + 1, 1.0 - 2.0 * below
+        return Interval(ordered[k - 1], ordered[n - k], max(coverage, 0.0))
 
     def over(self, other: Samples) -> Samples:
         """The ratio to another arm, round by round."""

@@ -1,6 +1,8 @@
 """Rounds, medians and ratios."""
 
 import gc
+import math
+import random
 
 import pytest
 
@@ -15,6 +17,29 @@ def test_samples_summarise_their_values() -> None:
     assert (few.median, few.low, few.high) == (1.5, 1.0, 2.0)
     with pytest.raises(ValueError, match="no samples"):
         Samples(())
+
+
+@pytest.mark.parametrize(
+    ("count", "rank", "coverage"),
+    [(1, 1, 0.0), (2, 1, 0.5), (5, 1, 0.9375), (6, 1, 0.96875), (9, 2, 0.9609375), (20, 6, 0.9586)],
+)
+def test_the_interval_of_a_median_by_order_statistics(
+    count: int, rank: int, coverage: float
+) -> None:
+    values = [float(value) for value in range(1, count + 1)]
+    random.Random(1).shuffle(values)
+    found = Samples(tuple(values)).interval()
+    assert (found.low, found.high) == (rank, count + 1 - rank)
+    assert found.coverage == pytest.approx(coverage, abs=1e-4)
+
+
+def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
+    chance = random.Random(7)
+    draws = [
+        Samples(tuple(chance.expovariate(1.0) for _ in range(9))).interval() for _ in range(2000)
+    ]
+    held = sum(one.low <= math.log(2) <= one.high for one in draws) / 2000
+    assert held == pytest.approx(0.961, abs=0.015)
 
 
 def test_ratios_are_taken_round_by_round() -> None:
