@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from ds4flow.errors import Ds4FlowError
+from ds4flow.report.figure import Figure
 from ds4flow.report.page import figures_of_run, run_page
-from ds4flow.runs.record import ROOT, Run, resolve_run
+from ds4flow.report.sweep_figures import sweep_figures
+from ds4flow.report.sweep_page import sweep_page
+from ds4flow.runs.record import ROOT, SWEEP, Run, resolve_run
+from ds4flow.runs.sweep import Sweep
 
 PAGE = "report.html"
 
@@ -19,13 +24,12 @@ def report_command(word: str, output: Path | None, plots: Path | None) -> Path:
     images.
     """
     path = resolve_run(word, ROOT, sweeps=True)
-    run = Run.open(path)
     target = output or path / PAGE
-    page = run_page(run)
+    page, figures = _drawn(path)
     if plots is not None:
         from ds4flow.report.plots import write_plots
 
-        write_plots(figures_of_run(run), plots)
+        write_plots(figures, plots)
     try:
         _write(target, page)
     except OSError as error:
@@ -33,6 +37,15 @@ def report_command(word: str, output: Path | None, plots: Path | None) -> Path:
             f"cannot write {target}: {error.strerror}", "choose another place with -o FILE"
         ) from None
     return target
+
+
+def _drawn(path: Path) -> tuple[str, Sequence[Figure]]:
+    """The page of a run or a sweep, and the figures on it."""
+    if (path / SWEEP).is_file():
+        sweep = Sweep.open(path)
+        return sweep_page(sweep), sweep_figures(sweep)
+    run = Run.open(path)
+    return run_page(run), figures_of_run(run)
 
 
 def _write(target: Path, page: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-LayerKind = Literal["bars", "line", "points", "area"]
+LayerKind = Literal["bars", "line", "points", "rings", "area"]
 
 NAMES = ("blue", "orange", "green", "vermilion", "purple", "sky", "grey")
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#aa4499", "#56b4e9", "#767676")
@@ -21,8 +21,8 @@ PALETTE = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#aa4499", "#56b4e9", "#7
 class Layer:
     """One series of a chart: `ys` over `xs`; None in `ys` is a gap.
 
-    An area lies between `base` and `ys`. `notes` are texts shown on hover, one a point. `dashed`
-    lines are thresholds.
+    An area lies between `base` and `ys`. `notes` are texts shown on hover, one a point. A layer
+    without a `name` is left out of the key.
     """
 
     kind: LayerKind
@@ -32,7 +32,6 @@ class Layer:
     colour: int = 0
     base: Sequence[float] = ()
     notes: Sequence[str] = ()
-    dashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,9 +102,8 @@ def limits(chart: Chart) -> tuple[tuple[float, float], tuple[float, float]]:
     """What both axes span: the data, from zero, unless an axis says otherwise. Never empty."""
     xs = [x for layer in chart.layers for x in layer.xs]
     ys = [y for layer in chart.layers for y in layer.ys if y is not None]
-    wide = any(layer.kind == "bars" for layer in chart.layers)
     low, high = min(xs, default=0.0), max(xs, default=1.0)
-    if wide:
+    if chart.x.labels:  # categories need room beside the outer ones
         low, high = low - 0.5, high + 0.5
     return _span(chart.x, low, high), _span(chart.y, 0.0, max(ys, default=1.0) * 1.06)
 

@@ -219,7 +219,7 @@ def _speed(cycles: Sequence[Cycle], parts: int) -> Chart:
                     for cycle in shown
                 ],
             ),
-            Layer("line", "together", xs, ys, colour=0),
+            Layer("line", f"{len(bins[0]) if bins else 0} together", xs, ys, colour=0),
         ],
         Table(
             ("context", "tokens/s"),
@@ -265,7 +265,7 @@ def break_even_figure(totals: Totals) -> Chart:
         layers.append(
             Layer(
                 "points",
-                f"this run, {depth}",
+                f"this run, {depth} draft{'s' * (depth > 1)}",
                 [cost],
                 [reached],
                 _CURVE_COLOURS[number],

@@ -272,7 +272,7 @@ def _summary_rows(run: Run, summary: Mapping[str, Any]) -> Iterator[tuple[str, s
         items = value.items() if isinstance(value, dict) else [("", value)]
         for name, item in items:
             full = f"{key}.{name}" if name else key
-            yield full, _plain(item), str(definitions.get(full, ""))
+            yield full, plain(item), str(definitions.get(full, ""))
 
 
 def _stage_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -286,7 +286,7 @@ def _stage_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 def config_rows(run: Run) -> list[dict[str, Any]]:
     """Every key with its value, where it came from, and the class of its badge."""
     return [
-        {"key": key, "value": _plain(value), "origin": origin, "kind": _origin_kind(origin)}
+        {"key": key, "value": plain(value), "origin": origin, "kind": _origin_kind(origin)}
         for key, value in run.config.items()
         for origin in [run.origins.get(key, "")]
     ]
@@ -312,16 +312,14 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     yield "directory", str(run.path)
     for name in ("started", "ended", "seconds", "host", "kernels", "threads", "context_limit"):
         if facts.get(name) is not None:
-            yield name, _plain(facts[name])
-    for group in ("machine", "git", "versions"):
-        for name, value in (facts.get(group) or {}).items():
-            yield f"{group}: {name}", _plain(value)
+            yield name, plain(facts[name])
+    yield from machine_facts(facts)
     for name, file in (facts.get("files") or {}).items():
         if isinstance(file, dict):
-            yield f"file {name}", _plain(file.get("path"))
-            yield f"file {name}: sha256", _plain(file.get("sha256"))
+            yield f"file {name}", plain(file.get("path"))
+            yield f"file {name}: sha256", plain(file.get("sha256"))
     if facts.get("prompt_set"):
-        yield "prompt set", _plain(facts["prompt_set"])
+        yield "prompt set", plain(facts["prompt_set"])
 
 
 def _alternatives(token: Token) -> tuple[int | None, int | None, int | None]:
@@ -330,11 +328,19 @@ def _alternatives(token: Token) -> tuple[int | None, int | None, int | None]:
     return choice, token.runner, token.draft_runner
 
 
+def machine_facts(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The machine, the source tree and the versions of a record, a fact a line."""
+    for group in ("machine", "git", "versions"):
+        for name, value in (facts.get(group) or {}).items():
+            yield f"{group}: {name}", plain(value)
+
+
 def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
+    """A value of a record as text."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, float):

@@ -81,7 +81,7 @@ def _chart(axes: Axes, chart: Chart) -> None:
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
     elif chart.y.whole:
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    if len([layer for layer in chart.layers if layer.kind != "points"]) > 1:
+    if sum(bool(layer.name) for layer in chart.layers) > 1:
         axes.legend(frameon=False, fontsize="small")
 
 
@@ -93,12 +93,15 @@ def _layer(axes: Axes, layer: Layer) -> None:
         if layer.notes and len(layer.notes) <= 9:
             axes.bar_label(bars, labels=list(layer.notes), padding=2, fontsize="small")
     elif layer.kind == "line":
-        axes.plot(layer.xs, ys, label=layer.name, linestyle="--" if layer.dashed else "-", **colour)
+        axes.plot(layer.xs, ys, label=layer.name or None, **colour)
     elif layer.kind == "area":
         axes.fill_between(layer.xs, layer.base, ys, label=layer.name, alpha=0.82, lw=0, **colour)
+    elif layer.kind == "rings":
+        edge = {"edgecolors": colour["color"], "facecolors": "none"}
+        axes.scatter(layer.xs, ys, s=90, linewidths=1.6, zorder=4, label=layer.name or None, **edge)
     else:
-        size = 8 if len(ys) > 12 else 40
-        axes.scatter(layer.xs, ys, s=size, zorder=3, **colour)
+        size = 8 if len(ys) > 17 else 36
+        axes.scatter(layer.xs, ys, s=size, zorder=3, label=layer.name or None, **colour)
 
 
 def _heatmap(axes: Axes, heat: Heatmap) -> None:

@@ -17,6 +17,7 @@ from ds4flow.report.figure import (
 )
 
 WIDTH, HEIGHT = 460, 280
+_FEW = 17
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 14, 16, 48
 
 Scale = Callable[[float], float]
@@ -86,20 +87,23 @@ def _text(x: float, y: float, text: str, anchor: str, style: str = "tick") -> st
 
 def _layer(layer: Layer, at_x: Scale, at_y: Scale, bar: float) -> Iterator[str]:
     colour = NAMES[layer.colour % len(NAMES)]
-    points = [(at_x(x), at_y(y)) for x, y in zip(layer.xs, layer.ys, strict=True) if y is not None]
+    known = [i for i, y in enumerate(layer.ys) if y is not None]
+    points = [(at_x(layer.xs[i]), at_y(layer.ys[i] or 0.0)) for i in known]
     if layer.kind == "line":
-        dashed = " dashed" if layer.dashed else ""
-        yield f'<path class="line {colour}{dashed}" d="{_path(points)}"/>'
+        yield f'<path class="line {colour}" d="{_broken(layer, at_x, at_y)}"/>'
     elif layer.kind == "area":
         low = [(at_x(x), at_y(y)) for x, y in zip(layer.xs, layer.base, strict=True)]
         if len(points) == 1:  # one column must be seen too
             points = [(points[0][0] - 20, points[0][1]), (points[0][0] + 20, points[0][1])]
             low = [(low[0][0] - 20, low[0][1]), (low[0][0] + 20, low[0][1])]
         yield f'<path class="area {colour}" d="{_path([*points, *reversed(low)])}Z"/>'
-    for index, (x, y) in enumerate(points):
+    for index, (x, y) in zip(known, points, strict=False):
         note = f"<title>{escape(layer.notes[index])}</title>" if layer.notes else ""
-        if layer.kind == "points":
-            size = 2.6 if len(points) > 12 else 5
+        if layer.kind == "rings":
+            place = f'cx="{x:.1f}" cy="{y:.1f}" r="7.5"'
+            yield f'<circle class="ring {colour}" {place}>{note}</circle>'
+        elif layer.kind == "points":
+            size = 2.6 if len(points) > _FEW else 4.5
             place = f'cx="{x:.1f}" cy="{y:.1f}" r="{size}"'
             yield f'<circle class="point {colour}" {place}>{note}</circle>'
         elif layer.kind == "bars":
@@ -110,6 +114,17 @@ def _layer(layer: Layer, at_x: Scale, at_y: Scale, bar: float) -> Iterator[str]:
             )
             if layer.notes and len(points) <= 9:
                 yield _text(x, y - 4, layer.notes[index], "middle", "value")
+
+
+def _broken(layer: Layer, at_x: Scale, at_y: Scale) -> str:
+    """The path of a line with gaps."""
+    pieces: list[list[tuple[float, float]]] = [[]]
+    for x, y in zip(layer.xs, layer.ys, strict=True):
+        if y is None:
+            pieces.append([])
+        else:
+            pieces[-1].append((at_x(x), at_y(y)))
+    return "".join(map(_path, pieces))
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:
@@ -136,11 +151,12 @@ def _heatmap(heat: Heatmap) -> str:
                 f'height="{cell_height - 3:.1f}" rx="3"'
             )
             share = 0.0 if value is None else (value - low) / (high - low) if high > low else 1.0
-            style = "cell empty" if value is None else f"cell heat{round(share * 8)}"
+            step = round(share * 8)
+            style = "cell empty" if value is None else f"cell heat{step}"
             parts.append(
                 f'<g><title>{escape(heat.notes[r][c])}</title><rect class="{style}" {box}/>'
             )
-            strong = "value on-dark" if share > 0.5 and value is not None else "value"
+            strong = "value on-dark" if step > 4 and value is not None else "value"
             middle = x + cell_width / 2
             parts.append(
                 _text(middle, y + cell_height / 2 + 4, heat.texts[r][c], "middle", strong) + "</g>"

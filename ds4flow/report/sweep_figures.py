@@ -1,0 +1,298 @@
+"""The figures of a sweep: what each swept value does to speed, acceptance and exactness.
+
+A cell or point that several jobs share shows their median.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from ds4flow.report.figure import Axis, Chart, Figure, Heatmap, Layer, Table
+from ds4flow.runs.record import Run
+from ds4flow.runs.sweep import Job, Sweep
+
+DEPTH, MARGIN = "mtp.draft", "mtp.margin"
+
+_MOST_GRID = 16
+"""Values of a key beyond which it is drawn as a number, not as a category."""
+_LINES = 6
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished job with its record."""
+
+    job: Job
+    run: Run
+
+    def number(self, name: str) -> float | None:
+        """A number of its summary, None where there is none."""
+        value = self.run.summary.get(name)
+        return float(value) if isinstance(value, int | float) else None
+
+    @property
+    def exact(self) -> bool:
+        """Whether its text is that of plain greedy decoding."""
+        return self.run.facts.get("identity") == "exact"
+
+    @property
+    def lossy_share(self) -> float | None:
+        """Accepted tokens that were not the target's choice, as a share of the output."""
+        lossy, output = self.number("relaxed_accepts"), self.number("output_tokens")
+        return lossy / output if lossy is not None and output else None
+
+
+def done_jobs(sweep: Sweep) -> list[Done]:
+    """The jobs that finished, in order of their numbers."""
+    pairs = [(job, job.run) for job in sweep.with_status("done")]
+    return [Done(job, run) for job, run in pairs if run is not None]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Finished jobs by the values of one or two swept keys; `row_key` is empty for one."""
+
+    column_key: str
+    row_key: str
+    columns: Sequence[str]
+    rows: Sequence[str]
+    done: Sequence[Done]
+    others: Sequence[str]
+
+    @classmethod
+    def of(cls, sweep: Sweep) -> Grid | None:
+        """Depth across and margin down where these are swept, else other keys; None without any."""
+        keys = [key for key in sweep.keys if len(_values(sweep, key)) > 1] or list(sweep.keys)
+        if not keys:
+            return None
+        across = (
+            DEPTH if DEPTH in keys else next((k for k in reversed(keys) if k != MARGIN), MARGIN)
+        )
+        left = [key for key in keys if key != across]
+        down = MARGIN if MARGIN in left else (left[-1] if left else "")
+        return cls(
+            across,
+            down,
+            _values(sweep, across),
+            _values(sweep, down)[::-1] if down else [""],
+            done_jobs(sweep),
+            [key for key in left if key != down],
+        )
+
+    def cell(self, row: str, column: str) -> list[Done]:
+        """The finished jobs of one pair of values."""
+        return [
+            one
+            for one in self.done
+            if one.job.values.get(self.column_key) == column
+            and (not self.row_key or one.job.values.get(self.row_key) == row)
+        ]
+
+
+def sweep_figures(sweep: Sweep) -> list[Figure]:
+    """All figures of a sweep; empty when no key varies."""
+    grid = Grid.of(sweep)
+    if grid is None:
+        return []
+    speed = _lines(
+        grid,
+        ("speed", "Speed"),
+        Axis("tokens/s", low=0.0),
+        lambda one: one.number("tokens_per_second"),
+        ".1f",
+    )
+    acceptance = _lines(
+        grid,
+        ("acceptance", "Drafts accepted"),
+        Axis("committed", low=0.0, high=1.0, percent=True),
+        lambda one: one.number("draft_acceptance_rate"),
+        ".1%",
+    )
+    length = _lines(
+        grid,
+        ("length", "Tokens a cycle"),
+        Axis("tokens", low=0.0),
+        lambda one: one.number("mean_acceptance_length"),
+        ".2f",
+    )
+    figures: list[Figure] = [speed, acceptance, length]
+    if grid.row_key and len(grid.columns) <= _MOST_GRID and len(grid.rows) <= _MOST_GRID:
+        figures.insert(0, _surface(grid))
+    if any(one.lossy_share for one in grid.done):
+        figures.append(
+            _lines(
+                grid,
+                ("lossy", "Lossy tokens"),
+                Axis("of the output", low=0.0, percent=True),
+                lambda one: one.lossy_share,
+                ".2%",
+            )
+        )
+    return figures
+
+
+def value_order(value: str) -> tuple[int, float, str]:
+    """Sort key of a swept value: numbers by size, then words."""
+    try:
+        return 0, float(value), value
+    except ValueError:
+        return 1, 0.0, value
+
+
+def _values(sweep: Sweep, key: str) -> list[str]:
+    found = {job.values[key] for job in sweep.jobs if key in job.values}
+    return sorted(found, key=value_order)
+
+
+def _surface(grid: Grid) -> Heatmap:
+    values: list[list[float | None]] = []
+    texts, notes, rows = [], [], []
+    exact = set()
+    for r, row in enumerate(grid.rows):
+        cells = [grid.cell(row, column) for column in grid.columns]
+        speeds = [_median([one.number("tokens_per_second") for one in cell]) for cell in cells]
+        values.append(speeds)
+        texts.append([_form(speed, ".1f" if (speed or 0) < 1000 else ",.0f") for speed in speeds])
+        notes.append(
+            [
+                _note(grid, row, column, cell)
+                for column, cell in zip(grid.columns, cells, strict=True)
+            ]
+        )
+        exact |= {(r, c) for c, cell in enumerate(cells) if cell and all(d.exact for d in cell)}
+        rows.append(
+            (
+                row,
+                *(
+                    _form(speed, ".1f") + (", exact" if (r, c) in exact else "")
+                    for c, speed in enumerate(speeds)
+                ),
+            )
+        )
+    return Heatmap(
+        "surface",
+        "Tokens per second",
+        f"Speed over {grid.column_key} and {grid.row_key}; the stronger the colour, the faster. "
+        "Outlined cells are exact: their text is bit for bit that of plain "
+        f"greedy decoding. Cells without a number have no finished job.{_shared(grid)}",
+        grid.column_key,
+        grid.row_key,
+        grid.columns,
+        grid.rows,
+        values,
+        texts,
+        notes,
+        frozenset(exact),
+        Table((f"{grid.row_key} / {grid.column_key}", *grid.columns), rows),
+        missing="" if grid.done else "No job has finished.",
+    )
+
+
+def _note(grid: Grid, row: str, column: str, cell: Sequence[Done]) -> str:
+    where = f"{grid.column_key}={column}, {grid.row_key}={row}"
+    if not cell:
+        return f"{where}: no finished job"
+    speed = _form(_median([one.number("tokens_per_second") for one in cell]), ".1f")
+    accepted = _form(_median([one.number("draft_acceptance_rate") for one in cell]), ".1%")
+    lossy = sum(int(one.number("relaxed_accepts") or 0) for one in cell)
+    kind = "exact" if all(one.exact for one in cell) else f"not exact, {lossy} lossy tokens"
+    many = f", {len(cell)} jobs" if len(cell) > 1 else ""
+    return f"{where}: {speed} tokens/s, {accepted} of drafts accepted, {kind}{many}"
+
+
+def _lines(
+    grid: Grid,
+    names: tuple[str, str],
+    y: Axis,
+    number: Callable[[Done], float | None],
+    form: str,
+) -> Chart:
+    """A line over the columns for each row, with the exact points marked."""
+    numeric = all(value_order(column)[0] == 0 for column in grid.columns)
+    as_numbers = numeric and len(grid.columns) > _MOST_GRID
+    places = [float(c) if as_numbers else float(i) for i, c in enumerate(grid.columns)]
+    axis = Axis(grid.column_key) if as_numbers else Axis(grid.column_key, labels=grid.columns)
+    shown = grid.rows if len(grid.rows) <= _LINES else []
+    layers: list[Layer] = []
+    sure: list[tuple[float, float, str]] = []
+    for index, row in enumerate(shown or [""]):
+        cells = [
+            grid.cell(row, column)
+            if shown
+            else [one for one in grid.done if one.job.values.get(grid.column_key) == column]
+            for column in grid.columns
+        ]
+        ys = [_median([number(one) for one in cell]) for cell in cells]
+        name = f"{grid.row_key}={row}" if row else y.label
+        notes = [
+            f"{grid.column_key}={column}{', ' + name if row else ''}: {_form(value, form)}"
+            for column, value in zip(grid.columns, ys, strict=True)
+        ]
+        layers.append(Layer("line", name, places, ys, colour=index))
+        layers.append(Layer("points", "", places, ys, colour=index, notes=notes))
+        sure += [
+            (x, value, note + ", exact")
+            for x, value, cell, note in zip(places, ys, cells, notes, strict=True)
+            if value is not None and cell and all(one.exact for one in cell)
+        ]
+    if sure:
+        layers.append(
+            Layer(
+                "rings",
+                "exact",
+                [x for x, _, _ in sure],
+                [value for _, value, _ in sure],
+                colour=3,
+                notes=[note for _, _, note in sure],
+            )
+        )
+    slug, title = names
+    finished = any(y is not None for layer in layers for y in layer.ys)
+    return Chart(
+        slug,
+        title,
+        f"{title} by {grid.column_key}"
+        + (f", a line for each {grid.row_key}" if grid.row_key and shown else "")
+        + f". Ringed points are exact.{_shared(grid)}",
+        axis,
+        y,
+        layers if finished else [],
+        _line_table(grid, number, form),
+        missing="" if finished else "No finished job has this number.",
+    )
+
+
+def _line_table(grid: Grid, number: Callable[[Done], float | None], form: str) -> Table:
+    header = [grid.column_key, *(f"{grid.row_key}={row}" if row else "value" for row in grid.rows)]
+    return Table(
+        header,
+        [
+            (
+                column,
+                *(
+                    _form(_median([number(one) for one in grid.cell(row, column)]), form)
+                    for row in grid.rows
+                ),
+            )
+            for column in grid.columns
+        ],
+    )
+
+
+def _shared(grid: Grid) -> str:
+    """A sentence about jobs that share a point, where some do."""
+    if not grid.others:
+        return ""
+    return f" Jobs that differ only in {', '.join(grid.others)} are shown by their median."
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(median(known)) if known else None
+
+
+def _form(value: Any, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,139 @@
+"""A sweep as one HTML page: every job, the surface of speed, and what is exact of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ds4flow.metrics import DEFINITIONS
+from ds4flow.report.page import config_rows, drawn, machine_facts, plain, render
+from ds4flow.report.sweep_figures import DEPTH, Done, done_jobs, sweep_figures
+from ds4flow.runs.record import ROOT, label
+from ds4flow.runs.sweep import Job, Sweep
+
+COLUMNS = (
+    ("tokens_per_second", "tokens/s", ".1f"),
+    ("draft_acceptance_rate", "accepted", ".1%"),
+    ("mean_acceptance_length", "tokens a cycle", ".2f"),
+    ("output_tokens", "tokens", ",.0f"),
+    ("cycles", "cycles", ",.0f"),
+)
+"""What the table of jobs shows of each summary: key, words, format."""
+
+
+def sweep_page(sweep: Sweep) -> str:
+    """The page of one sweep, finished or not; failed jobs are shown with their reason."""
+    done = done_jobs(sweep)
+    return render(
+        "sweep.html.j2",
+        title=label(sweep.path, ROOT),
+        status=str(sweep.facts.get("status", "unknown")),
+        counts=_counts(sweep),
+        notes=_notes(sweep, done),
+        tiles=_tiles(sweep, done),
+        keys=sweep.keys,
+        columns=[(words, DEFINITIONS.get(key, "")) for key, words, _ in COLUMNS],
+        jobs=[_row(sweep, job) for job in sweep.jobs],
+        figures=drawn(sweep_figures(sweep)),
+        config=_config(sweep, done),
+        overrides=[str(word) for word in sweep.facts.get("overrides") or ()],
+        facts=list(_facts(sweep)),
+        data={"parts": [], "kinds": [], "sampled": False},
+    )
+
+
+def _counts(sweep: Sweep) -> str:
+    """How many jobs ended in which way, in words."""
+    statuses = dict.fromkeys(job.status for job in sweep.jobs)
+    parts = [f"{len(sweep.with_status(status))} {status}" for status in statuses]
+    return f"{len(sweep.jobs)} jobs: {', '.join(parts)}." if parts else "No job."
+
+
+def _notes(sweep: Sweep, done: list[Done]) -> list[str]:
+    notes = []
+    missing = len(sweep.jobs) - len(sweep.with_status("done"))
+    if missing:
+        notes.append(
+            f"{missing} of {len(sweep.jobs)} jobs have no result; the charts leave them out."
+        )
+    texts = {str(one.run.facts.get("host")) for one in done}
+    if len(texts) > 1:
+        notes.append(f"Jobs ran on {len(texts)} machines; their speeds do not compare.")
+    return notes
+
+
+def _tiles(sweep: Sweep, done: list[Done]) -> list[tuple[str, str, str]]:
+    """The fastest jobs, and what they gain over plain greedy decoding where that was swept too."""
+
+    def speed(one: Done) -> float:
+        return one.number("tokens_per_second") or 0.0
+
+    timed = [one for one in done if speed(one)]
+    plain_jobs = [one for one in timed if one.run.config.get(DEPTH) == 0]
+    greedy = max(map(speed, plain_jobs), default=None)
+
+    def tile(words: str, one: Done | None) -> tuple[str, str, str]:
+        if one is None:
+            return words, "-", "no such job has finished"
+        where = ", ".join(f"{key}={value}" for key, value in one.job.values.items())
+        gain = f"; {speed(one) / greedy:.2f} times greedy" if greedy else ""
+        return words, f"{speed(one):.1f}", f"job {one.job.number}: {where}{gain}"
+
+    return [
+        tile(
+            "fastest exact, tokens/s", max((o for o in timed if o.exact), key=speed, default=None)
+        ),
+        tile("fastest of all, tokens/s", max(timed, key=speed, default=None)),
+        (
+            "greedy, tokens/s",
+            "-" if greedy is None else f"{greedy:.1f}",
+            f"{DEPTH}=0" if greedy else f"no job had {DEPTH}=0, so nothing is compared with greedy",
+        ),
+        ("jobs done", f"{len(sweep.with_status('done'))} of {len(sweep.jobs)}", ""),
+    ]
+
+
+def _row(sweep: Sweep, job: Job) -> dict[str, Any]:
+    """A job as the table shows it, whatever became of it."""
+    run = job.run
+    summary: Mapping[str, Any] = {} if run is None else run.summary
+    identity = "" if run is None or not summary else str(run.facts.get("identity", ""))
+    lossy = summary.get("relaxed_accepts")
+    return {
+        "number": job.number,
+        "status": job.status,
+        "values": [job.values.get(key, "") for key in sweep.keys],
+        "numbers": [_number(summary.get(key), form) for key, _, form in COLUMNS],
+        "identity": identity,
+        "identity_text": f"{identity}, {lossy} lossy" if identity == "relaxed" else identity,
+        "reason": job.reason or "",
+        "attempt": job.attempt,
+    }
+
+
+def _number(value: Any, form: str) -> str:
+    return format(float(value), form) if isinstance(value, int | float) else ""
+
+
+def _config(sweep: Sweep, done: list[Done]) -> list[dict[str, Any]]:
+    """The config that the jobs share, and what was swept."""
+    runs = [one.run for one in done] or [job.run for job in sweep.jobs if job.run is not None]
+    if not runs:
+        return []
+    tried: Callable[[str], list[str]] = lambda key: list(  # noqa: E731
+        dict.fromkeys(job.values[key] for job in sweep.jobs if key in job.values)
+    )
+    swept = [
+        {"key": key, "value": ", ".join(tried(key)), "origin": "sweep", "kind": "cli"}
+        for key in sweep.keys
+    ]
+    return swept + [row for row in config_rows(runs[0]) if row["key"] not in sweep.keys]
+
+
+def _facts(sweep: Sweep) -> Iterator[tuple[str, str]]:
+    facts = sweep.facts
+    yield "directory", str(sweep.path)
+    for name in ("started", "ended", "host", "launcher", "sweeper"):
+        if facts.get(name) is not None:
+            yield name, plain(facts[name])
+    yield from machine_facts(facts)
