@@ -283,9 +283,12 @@ def _line_table(grid: Grid, number: Callable[[Done], float | None], form: str) -
 
 
 def _shared(grid: Grid) -> str:
-    """A sentence about jobs that share a point, where some do."""
+    """What a point stands for: the median of several jobs, or one run alone."""
     if not grid.others:
-        return ""
+        return (
+            " Each is a single run, whose speed varies; ds4flow ab measures two settings against "
+            "each other."
+        )
     return f" Jobs that differ only in {', '.join(grid.others)} are shown by their median."
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from statistics import median
 from typing import Any
 
 from ds4flow.metrics import DEFINITIONS
@@ -70,7 +71,7 @@ def _tiles(sweep: Sweep, done: list[Done]) -> list[tuple[str, str, str]]:
 
     timed = [one for one in done if speed(one)]
     plain_jobs = [one for one in timed if one.run.config.get(DEPTH) == 0]
-    greedy = max(map(speed, plain_jobs), default=None)
+    greedy = median(map(speed, plain_jobs)) if plain_jobs else None
 
     def tile(words: str, one: Done | None) -> tuple[str, str, str]:
         if one is None:
@@ -87,7 +88,9 @@ def _tiles(sweep: Sweep, done: list[Done]) -> list[tuple[str, str, str]]:
         (
             "greedy, tokens/s",
             "-" if greedy is None else f"{greedy:.1f}",
-            f"{DEPTH}=0" if greedy else f"no job had {DEPTH}=0, so nothing is compared with greedy",
+            f"{DEPTH}=0, median of {len(plain_jobs)}"
+            if greedy
+            else f"no job had {DEPTH}=0, so nothing is compared with greedy",
         ),
         ("jobs done", f"{len(sweep.with_status('done'))} of {len(sweep.jobs)}", ""),
     ]

@@ -1,0 +1,214 @@
+"""A sweep's page: every job with how it ended, and the surface with what is exact."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds4flow.report.command import report_command
+from ds4flow.report.figure import Chart, Heatmap
+from ds4flow.report.sweep_figures import Grid, sweep_figures, value_order
+from ds4flow.report.sweep_page import sweep_page
+from ds4flow.runs.sweep import Sweep
+from tests.report.reading import Page, assert_alone
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value), encoding="utf-8")
+
+
+def make(
+    folder: Path, jobs: list[dict[str, str]], endings: dict[int, tuple[str, str]] | None = None
+) -> Path:
+    """A sweep directory as `ds4flow run -m` leaves it; speed is 100 * (draft + 1) / margin.
+
+    `endings` are status and reason of jobs that are not done; one of status missing left nothing.
+    """
+    folder.mkdir(parents=True)
+    rows, planned = [], []
+    for number, values in enumerate(jobs):
+        words = [f"{key}={value}" for key, value in values.items()]
+        planned.append({"number": number, "overrides": words})
+        status, reason = (endings or {}).get(number, ("done", None))
+        if status == "missing":
+            continue
+        rows.append(
+            {
+                "number": number,
+                "attempt": 1,
+                "overrides": words,
+                "directory": str(number),
+                "status": status,
+                "reason": reason,
+            }
+        )
+        draft, margin = int(values.get("mtp.draft", 1)), float(values.get("mtp.margin", 1.0))
+        exact = draft == 0 or margin == 1.0
+        run = folder / str(number)
+        run.mkdir()
+        config = {key: {"value": json.loads(v), "source": "cli"} for key, v in values.items()}
+        config["mtp.gate"] = {"value": 0.5, "source": "env DS4_MTP_GATE"}
+        facts = {
+            "status": "complete" if status == "done" else "failed",
+            "identity": "exact" if exact else "relaxed",
+            "config": config,
+            "host": "here",
+        }
+        write_json(run / "run.json", facts)
+        if status == "done":
+            summary = {
+                "tokens_per_second": 100.0 * (draft + 1) / margin,
+                "draft_acceptance_rate": 0.5 if draft else None,
+                "mean_acceptance_length": 1.0 + draft / 2,
+                "output_tokens": 200,
+                "cycles": 100,
+                "relaxed_accepts": 0 if exact else 7,
+            }
+            write_json(run / "summary.json", summary)
+    facts = {
+        "status": "complete",
+        "keys": list(jobs[0]),
+        "overrides": ["mtp.draft=0,1,2", "name=</script>"],
+        "jobs": planned,
+        "machine": {"processor": "abacus"},
+    }
+    write_json(folder / "sweep.json", facts)
+    (folder / "jobs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+GRID = [{"mtp.draft": d, "mtp.margin": m} for d in ("0", "1", "2") for m in ("1.0", "0.5")]
+ENDINGS = {3: ("failed", "Ds4FlowError: </script> no room"), 5: ("missing", "")}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make(tmp_path / "runs" / "demo" / "0001", GRID, ENDINGS)
+
+
+def figures(folder: Path) -> dict[str, Any]:
+    return {figure.slug: figure for figure in sweep_figures(Sweep.open(folder))}
+
+
+def test_every_job_is_in_the_table_with_how_it_ended(folder: Path) -> None:
+    page = Page(sweep_page(Sweep.open(folder)))
+    assert_alone(page)
+    rows = {e.attributes["data-job"]: e.text for e in page.all("tr") if "data-job" in e.attributes}
+    assert set(rows) == {"0", "1", "2", "3", "4", "5"}
+    assert "Ds4FlowError: </script> no room" in rows["3"]
+    assert "missing" in rows["5"]
+    assert "300.0" in rows["4"]
+    assert "exact" in rows["4"]
+    assert "2 of 6 jobs have no result" in page.source
+
+
+def test_the_surface_has_every_number_and_marks_what_is_exact(folder: Path) -> None:
+    surface = figures(folder)["surface"]
+    assert isinstance(surface, Heatmap)
+    assert (surface.x_label, surface.y_label) == ("mtp.draft", "mtp.margin")
+    assert surface.columns == ["0", "1", "2"]
+    assert surface.rows == ["1.0", "0.5"]
+    assert surface.values == [[100.0, 200.0, 300.0], [200.0, None, None]]
+    assert surface.exact == {(0, 0), (0, 1), (0, 2), (1, 0)}
+    page = Page(sweep_page(Sweep.open(folder)))
+    assert len([e for e in page.all("rect") if "exact-cell" in e.classes]) == 4
+    assert surface.table.rows[0] == ("1.0", "100.0, exact", "200.0, exact", "300.0, exact")
+
+
+def test_lines_have_gaps_where_jobs_are_missing(folder: Path) -> None:
+    speed = figures(folder)["speed"]
+    assert isinstance(speed, Chart)
+    lines = {layer.name: layer.ys for layer in speed.layers if layer.kind == "line"}
+    assert lines == {
+        "mtp.margin=1.0": [100.0, 200.0, 300.0],
+        "mtp.margin=0.5": [200.0, None, None],
+    }
+    (rings,) = [layer for layer in speed.layers if layer.kind == "rings"]
+    assert sorted(y for y in rings.ys if y) == [100.0, 200.0, 200.0, 300.0]
+
+
+def test_the_fastest_jobs_are_named(tmp_path: Path) -> None:
+    folder = make(tmp_path / "sweep", GRID)
+    page = Page(sweep_page(Sweep.open(folder)))
+    tiles = [element.text for element in page.all("div") if "tile" in element.classes]
+    # margin 0.5 doubles the speed, also of greedy: the median of 100 and 200
+    assert tiles[0].startswith("fastest exact, tokens/s300.0job 4: mtp.draft=2, mtp.margin=1.0")
+    assert tiles[1].startswith("fastest of all, tokens/s600.0job 5: mtp.draft=2, mtp.margin=0.5")
+    assert "2.00 times greedy" in tiles[0]
+    assert tiles[2].startswith("greedy, tokens/s150.0")
+
+
+def test_shared_values_and_what_was_swept(folder: Path) -> None:
+    page = Page(sweep_page(Sweep.open(folder)))
+    rows = [e.text for e in page.all("tr") if {"cli", "env", "default"} & set(e.classes)]
+    assert rows[:3] == [
+        "mtp.draft0, 1, 2sweep",
+        "mtp.margin1.0, 0.5sweep",
+        "mtp.gate0.5env DS4_MTP_GATE",
+    ]
+
+
+def test_a_sweep_of_one_key_has_lines_only(tmp_path: Path) -> None:
+    folder = make(tmp_path / "sweep", [{"mtp.draft": d} for d in ("0", "2", "10")])
+    found = figures(folder)
+    assert "surface" not in found
+    assert found["speed"].x.labels == ["0", "2", "10"]
+    assert found["speed"].layers[0].ys == [100.0, 300.0, 1100.0]
+
+
+def test_jobs_that_share_a_cell_show_their_median(tmp_path: Path) -> None:
+    jobs = [
+        {"sampling.seed": s, "mtp.draft": d, "mtp.margin": m}
+        for s in ("0", "1", "2")
+        for d in ("0", "1")
+        for m in ("1.0", "0.5")
+    ]
+    folder = make(tmp_path / "sweep", jobs)
+    path = folder / "1" / "summary.json"
+    write_json(path, {**json.loads(path.read_text()), "tokens_per_second": 9e9})
+    surface = figures(folder)["surface"]
+    assert surface.values == [[100.0, 200.0], [200.0, 400.0]]
+    assert "differ only in sampling.seed" in surface.caption
+    assert "3 jobs" in surface.notes[0][0]
+
+
+def test_many_values_of_a_search_are_numbers_on_an_axis(tmp_path: Path) -> None:
+    chance = random.Random(1)
+    jobs = [
+        {"mtp.draft": str(n % 3), "mtp.margin": f"{chance.uniform(0.1, 1):.6f}"} for n in range(40)
+    ]
+    found = figures(make(tmp_path / "sweep", jobs))
+    assert "surface" not in found
+    assert found["speed"].x.labels == ["0", "1", "2"]
+    grid = Grid.of(Sweep.open(tmp_path / "sweep"))
+    assert grid is not None
+    assert len(grid.rows) == 40
+
+
+def test_a_sweep_that_has_just_begun_has_a_page(tmp_path: Path) -> None:
+    endings = {number: ("missing", "") for number in range(6)}
+    folder = make(tmp_path / "sweep", GRID, endings)
+    page = Page(sweep_page(Sweep.open(folder)))
+    assert_alone(page)
+    assert "No job has finished." in page.source
+
+
+def test_the_command_takes_a_sweep(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent.parent.parent)
+    target = report_command("demo/0001", None, Path("plots"))
+    assert target == Path("runs/demo/0001/report.html")
+    assert {path.name for path in Path("plots").glob("*.png")} == {
+        "surface.png",
+        "speed.png",
+        "acceptance.png",
+        "length.png",
+    }
+
+
+def test_values_are_in_order_of_size() -> None:
+    values = ["auto", "10", "2", "0.5", "1.0"]
+    assert sorted(values, key=value_order) == ["0.5", "1.0", "2", "10", "auto"]
