@@ -177,7 +177,7 @@ def _surface(grid: Grid) -> Heatmap:
         "Tokens per second",
         f"Speed over {grid.column_key} and {grid.row_key}; the stronger the colour, the faster. "
         "Outlined cells are exact: their text is bit for bit that of plain "
-        f"greedy decoding. Cells without a number have no finished job.{_shared(grid)}",
+        f"greedy decoding. Cells without a number have no finished job.{_shared(grid) or _SINGLE}",
         grid.column_key,
         grid.row_key,
         grid.columns,
@@ -282,13 +282,13 @@ def _line_table(grid: Grid, number: Callable[[Done], float | None], form: str) -
     )
 
 
+_SINGLE = " Each is one run, and speeds vary: ds4flow ab measures two settings against each other."
+
+
 def _shared(grid: Grid) -> str:
-    """What a point stands for: the median of several jobs, or one run alone."""
+    """A sentence about jobs that share a point, where some do."""
     if not grid.others:
-        return (
-            " Each is a single run, whose speed varies; ds4flow ab measures two settings against "
-            "each other."
-        )
+        return ""
     return f" Jobs that differ only in {', '.join(grid.others)} are shown by their median."
 
 
