@@ -219,41 +219,24 @@ def _decode_q2_k(
             yield fma(b, whole, factor, shift)
 
 
-# Byte offsets in `tables`: 256 codebook entries of eight and 128 masks of eight signs as bytes,
-# and the codebook again as float32.
-BYTE_SIGNS = 256 * 8
-WIDE_CODES = BYTE_SIGNS + 128 * 8
+WIDE_CODES = 256 * 8  # in `tables`, after the 256 codebook entries of eight bytes: as float32
 
 
-def _iq2_xxs_step(b: Builder, signs: Value) -> Value:
-    """Scale of a group over the block's from the word with its signs (scalar or vector)."""
-    step = b.uitofp(b.lshr(signs, constant(signs.type, 28)), like(F32, signs.type))
-    half_step = b.fadd(step, constant(step.type, 0.5))
-    return b.fmul(half_step, constant(step.type, 0.25))
+def iq2_xxs_steps(b: Builder, signs: Value) -> Value:
+    """Scales of groups over the block's, from the words with their signs."""
+    steps = b.uitofp(b.lshr(signs, constant(signs.type, 28)), like(F32, signs.type))
+    return b.fmul(b.fadd(steps, constant(steps.type, 0.5)), constant(steps.type, 0.25))
 
 
-def iq2_xxs_group(b: Builder, block: Value, tables: Value, group: int) -> tuple[list[Value], Value]:
-    """32 signed codes of a group as two `<16 x i8>`, and its scale over the block's (a float32)."""
-    start = 2 + 8 * group
-    signs = load(b, block, I32, start + 4)
-    parts = []
-    for part in range(2):
-        octets, masks = [], []
-        for octet in (2 * part, 2 * part + 1):
-            index = b.zext(load(b, block, I8, start + octet), I64)
-            octets.append(load(b, b.add(tables, b.shl(index, I64(3))), I64))
-            field = b.and_(b.lshr(signs, I32(7 * octet)), I32(127))
-            entry = b.add(tables, b.shl(b.zext(field, I64), I64(3)))
-            masks.append(load(b, entry, I64, BYTE_SIGNS))
-        codes, mask = (_sixteen(b, values) for values in (octets, masks))
-        parts.append(b.sub(b.xor(codes, mask), mask))
-    return parts, _iq2_xxs_step(b, signs)
-
-
-def _sixteen(b: Builder, words: list[Value]) -> Value:
-    kind = vector(I64, 2)
-    pair = b.insert_element(constant(kind, 0), words[0], I32(0))
-    return b.bitcast(b.insert_element(pair, words[1], I32(1)), vector(I8))
+def iq2_xxs_octets(b: Builder, block: Value, tables: Value, group: int) -> Value:
+    """The codes of a group without signs, eight bytes in each lane of `<4 x i64>`."""
+    octets = constant(vector(I64, 4), 0)
+    for lane in range(4):
+        index = b.zext(load(b, block, I8, 2 + 8 * group + lane), I64)
+        octets = b.insert_element(
+            octets, load(b, b.add(tables, b.shl(index, I64(3))), I64), I32(lane)
+        )
+    return octets
 
 
 IQ2_SIGNS, IQ2_ENTRIES = 32, 64  # in a record, after the scales of the eight groups
@@ -277,8 +260,8 @@ def _scale_iq2_xxs(b: Builder, row: Value, blocks: Value, out: Value, target: Ta
             halves = b.insert_element(halves, load(b, start, I16), I32(place))
         units = half_to_float(b, halves, target.native_half)
         unit = shuffle(b, units, None, [0] * 8 + [1] * 8)
-        scales = b.fmul(unit, _iq2_xxs_step(b, signs))
-        bits = _iq2_xxs_signs(b, signs)
+        scales = b.fmul(unit, iq2_xxs_steps(b, signs))
+        bits = iq2_xxs_signs(b, signs)
         indices = b.bitcast(shuffle(b, words, others, range(0, 2 * LANES, 2)), vector(I8, 64))
         offsets = b.shl(b.zext(indices, vector(I16, 64)), constant(vector(I16, 64), 5))
         record = b.add(out, b.shl(first, I64(7)))
@@ -290,7 +273,7 @@ def _scale_iq2_xxs(b: Builder, row: Value, blocks: Value, out: Value, target: Ta
             store(b, shuffle(b, offsets, None, many), at, IQ2_ENTRIES)
 
 
-def _iq2_xxs_signs(b: Builder, signs: Value) -> Value:
+def iq2_xxs_signs(b: Builder, signs: Value) -> Value:
     """Four fields of seven bits, each completed to a byte by its parity."""
 
     def number(value: int) -> Value:
@@ -383,20 +366,12 @@ MOST_RECORD = max(LANES * form.record // form.weights for form in FORMATS.values
 
 
 def lookup_tables() -> np.ndarray:
-    """Bytes that the decoders read, at the start of a cache line (see `BYTE_SIGNS`)."""
+    """Bytes that the decoders read, at the start of a cache line (see `WIDE_CODES`)."""
     from gguf.quants import IQ2_XXS
 
     IQ2_XXS.init_grid()
     grid = np.asarray(IQ2_XXS.grid, dtype=np.float32).reshape(256, 8)
-    fields = np.arange(128)
-    parity = np.array([bin(field).count("1") & 1 for field in range(128)])
-    negative = ((fields | (parity << 7))[:, None] >> np.arange(8)) & 1
-    parts = (
-        grid.astype(np.uint8),
-        np.where(negative, 0xFF, 0).astype(np.uint8),
-        grid,
-    )
-    joined = np.concatenate([part.view(np.uint8).ravel() for part in parts])
+    joined = np.concatenate([part.view(np.uint8).ravel() for part in (grid.astype(np.uint8), grid)])
     room = np.empty(joined.size + 64, dtype=np.uint8)
     first = -room.__array_interface__["data"][0] % 64
     room[first : first + joined.size] = joined

@@ -14,6 +14,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 
 from ds4flow.kernels.cpu.emit import (
     F32,
+    I1,
     I8,
     I16,
     I32,
@@ -31,6 +32,7 @@ from ds4flow.kernels.cpu.emit import (
     load,
     loop,
     offset,
+    room,
     shuffle,
     splat,
     store,
@@ -41,7 +43,9 @@ from ds4flow.kernels.cpu.formats import (
     Format,
     Target,
     half,
-    iq2_xxs_group,
+    iq2_xxs_octets,
+    iq2_xxs_signs,
+    iq2_xxs_steps,
     mxfp4_scale,
     q4_k_scales,
     unsigned,
@@ -138,22 +142,29 @@ def _small_q8_0(b: Builder, block: Value, tables: Value, target: Target) -> tupl
     return load(b, block, vector(I8, 32), 2), half(b, block, 0, target)
 
 
+MXFP4_CODES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values
+
+
 def _small_mxfp4(b: Builder, block: Value, tables: Value, target: Target) -> tuple[Value, Value]:
-    """Codes are twice the values: 0 1 2 3 4 6 8 12 from the three low bits of a nibble."""
     packed = load(b, block, vector(I8), 1)
     low = b.and_(packed, constant(packed.type, 15))
     nibbles = _both(b, low, b.lshr(packed, constant(packed.type, 4)))
 
-    def number(value: int) -> Value:
-        return constant(nibbles.type, value)
+    values = ir.Constant(vector(I8), [I8(value) for value in MXFP4_CODES])
+    if target.wide:
+        both = shuffle(b, values, None, [*range(16), *range(16)])
+        value = call(b, "llvm.x86.avx2.pshuf.b", nibbles.type, (both, nibbles))
+    else:
 
-    code = b.and_(nibbles, number(7))
-    value = code
-    for bound, extra in ((4, 1), (5, 1), (6, 3)):
-        beyond = b.icmp_signed(">", code, number(bound))
-        value = b.add(value, b.select(beyond, number(extra), number(0)))
-    negative = b.icmp_signed(">", nibbles, number(7))
-    value = b.select(negative, b.neg(value), value)
+        def number(value: int) -> Value:
+            return constant(nibbles.type, value)
+
+        code = b.and_(nibbles, number(7))
+        value = code
+        for bound, extra in ((4, 1), (5, 1), (6, 3)):
+            beyond = b.icmp_signed(">", code, number(bound))
+            value = b.add(value, b.select(beyond, number(extra), number(0)))
+        value = b.select(b.icmp_signed(">", nibbles, number(7)), b.neg(value), value)
     exponent = b.zext(load(b, block, I8), I32)
     return value, b.fmul(mxfp4_scale(b, exponent), F32(0.5))
 
@@ -199,16 +210,19 @@ def _large_q2_k(
 def _large_iq2_xxs(
     b: Builder, block: Value, tables: Value, target: Target
 ) -> tuple[Minima | None, Iterator[Codes]]:
-    unit = half(b, block, 0, target)
+    words = load(b, block, V16I, 2)
+    signs = shuffle(b, words, None, range(1, 16, 2))
+    scales = b.fmul(iq2_xxs_steps(b, signs), splat(b, half(b, block, 0, target), 8))
+    masks = room(b, 32)
+    store(b, iq2_xxs_signs(b, signs), masks)
 
     def chunks() -> Iterator[Codes]:
         for pair in range(4):
-            halves, steps = [], []
-            for group in (2 * pair, 2 * pair + 1):
-                parts, step = iq2_xxs_group(b, block, tables, group)
-                halves.append(_both(b, *parts))
-                steps.append(b.fmul(unit, step))
-            yield Codes(_both(b, *halves), _two(b, *steps), signed=True)
+            octets = [iq2_xxs_octets(b, block, tables, 2 * pair + g) for g in range(2)]
+            codes = b.bitcast(_both(b, *octets), V64)
+            negative = b.bitcast(load(b, masks, I64, 8 * pair), vector(I1, CHUNK))
+            codes = b.select(negative, b.neg(codes), codes)
+            yield Codes(codes, shuffle(b, scales, None, (2 * pair, 2 * pair + 1)), signed=True)
 
     return None, chunks()
 

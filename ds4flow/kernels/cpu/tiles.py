@@ -326,7 +326,7 @@ class Rows:
         The results go to the columns from `column` on. A few activation rows meet all weight rows
         before the next few do, because they stay in the cache meanwhile.
         """
-        most = columns_together(target, 1)
+        most = columns_together(PLAIN, target, 1)
 
         def run(size: int, m: Value) -> None:
             start = b.add(self.x, b.mul(m, self.x_stride))
@@ -393,7 +393,7 @@ def emit_product(b: Builder, form: Format, target: Target, arguments: Sequence[V
             rows.times(b, target, here, base, find)
     for size in range(1, ROWS + 1):
         with b.if_then(b.icmp_signed("==", count, I64(size))):
-            most = columns_together(target, size)
+            most = columns_together(form, target, size)
 
             def fused(together: int, n: Value, size: int = size, most: int = most) -> None:
                 n = b.add(first, n)
@@ -418,11 +418,13 @@ def emit_product(b: Builder, form: Format, target: Target, arguments: Sequence[V
             groups(b, columns, (most, 1) if most > 1 else (1,), fused)
 
 
-def columns_together(target: Target, rows: int) -> int:
+def columns_together(form: Format, target: Target, rows: int) -> int:
     """Weight rows of a tile: as many as the vector registers hold sums for.
 
-    One row alone leaves the units idle between dependent sums.
+    One or two activation rows with a simple format wait for memory, where fewer streams are better.
     """
+    if rows < 3 and form is not PLAIN and form.weights <= 32:
+        return 1 + rows
     return max(1, min(COLUMNS, (SUMS if target.wide else SUMS // 2) // (rows * CHAINS)))
 
 
