@@ -19,6 +19,13 @@ from ds4flow.metrics import DEFINITIONS
 from ds4flow.overrides import PROVENANCE, key_of
 from ds4flow.report.figure import NAMES, Chart, Figure
 from ds4flow.report.figures import DECODING, Totals, micros_of, run_figures
+from ds4flow.report.prompt_set import (
+    COLUMNS,
+    category_figures,
+    category_rows,
+    identity_of,
+    prompt_rows,
+)
 from ds4flow.report.svg import draw
 from ds4flow.report.tokens import COMMITTED, KINDS, Token, pieces_of, tokens_of
 from ds4flow.runs.record import PROMPTS, ROOT, Run, label, natural
@@ -34,9 +41,10 @@ TILES = (
 """The numbers at the top of a page: key of the summary, words, format."""
 
 _ELSEWHERE = (
-    *("definitions", "acceptance_histogram", "accepted_per_position", "break_even"),
-    *("micros_by_stage", "prompts", "categories"),
+    *("definitions", "acceptance_histogram", "accepted_per_position", "verified_per_position"),
+    *("break_even", "micros_by_stage", "prompts", "categories", "warnings"),
 )
+_SHOWN_FACTS = ("status", "error", "command", "config", "identity", "finish_reason")
 _CONTROLS = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
 
 
@@ -45,6 +53,7 @@ class Part:
     """The text of a run, or of one prompt of a set, as the page shows it."""
 
     title: str
+    note: str
     prompt: str
     prompt_tokens: int
     text: str
@@ -107,8 +116,12 @@ def run_page(run: Run) -> str:
         tiles=[
             (words, _formatted(summary.get(key), form), DEFINITIONS.get(key, ""))
             for key, words, form in TILES
+            if isinstance(summary.get(key), int | float)
         ],
         summary=list(_summary_rows(run, summary)),
+        categories=category_rows(summary),
+        prompts=prompt_rows(summary),
+        set_columns=[words for _, words, _ in COLUMNS],
         parts=parts,
         kinds=KINDS,
         shown_kinds=[
@@ -120,7 +133,7 @@ def run_page(run: Run) -> str:
             "kinds": list(KINDS.items()),
             "sampled": run.facts.get("identity") == "sampled",
         },
-        figures=drawn(run_figures(cycles, parts=len(parts))),
+        figures=drawn(_figures(run, parts)),
         stages=_stage_rows(summary),
         config=config_rows(run),
         command=command_of(run),
@@ -130,8 +143,12 @@ def run_page(run: Run) -> str:
 
 def figures_of_run(run: Run) -> list[Chart]:
     """The figures of a run, as its page shows them."""
-    parts = list(_parts(run))
-    return run_figures([cycle for part in parts for cycle in part.cycles], parts=len(parts))
+    return _figures(run, list(_parts(run)))
+
+
+def _figures(run: Run, parts: Sequence[Part]) -> list[Chart]:
+    cycles = [cycle for part in parts for cycle in part.cycles]
+    return [*category_figures(run.summary), *run_figures(cycles, parts=len(parts))]
 
 
 def render(template: str, **values: Any) -> str:
@@ -179,7 +196,8 @@ def _parts(run: Run) -> Iterator[Part]:
         path for path in run.path.iterdir() if path.is_dir() and (path / "prompt.txt").is_file()
     ]
     for folder in sorted(folders, key=natural):
-        yield _part(Run.open(folder), folder.name)
+        one = Run.open(folder)
+        yield _part(one, str(one.facts.get("prompt_id") or folder.name))
 
 
 def _part(run: Run, title: str) -> Part:
@@ -187,6 +205,7 @@ def _part(run: Run, title: str) -> Part:
     sampled = run.facts.get("identity") == "sampled"
     return Part(
         title=title,
+        note=_part_note(run) if title else "",
         prompt=run.prompt,
         prompt_tokens=len(run.prompt_tokens),
         text=run.text,
@@ -194,6 +213,17 @@ def _part(run: Run, title: str) -> Part:
         cycles=cycles,
         pieces=pieces,
     )
+
+
+def _part_note(run: Run) -> str:
+    """A prompt of a set in a few words."""
+    rate = run.summary.get("draft_acceptance_rate")
+    words = [
+        str(run.facts.get("prompt_category", "")),
+        run.status if run.status != "complete" else "",
+    ]
+    words.append("" if rate is None else f"{rate:.0%} of drafts accepted")
+    return ", ".join(filter(None, words))
 
 
 def _summary(run: Run, cycles: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], bool]:
@@ -239,8 +269,8 @@ def _identity(run: Run, summary: Mapping[str, Any]) -> dict[str, str]:
         "own choice; the text may differ from greedy decoding.",
         "sampled": "The text was sampled; drafts do not change its distribution.",
     }
-    text = f"relaxed, {lossy} lossy" if kind == "relaxed" and lossy is not None else kind
-    return {"kind": kind, "text": text, "words": words.get(kind, "")}
+    told = words.get(kind, "") if summary.get("output_tokens") else ""
+    return {"kind": kind, "text": identity_of(kind, lossy), "words": told}
 
 
 def _notes(run: Run, *, counted: bool) -> list[str]:
@@ -248,6 +278,7 @@ def _notes(run: Run, *, counted: bool) -> list[str]:
     notes = []
     if run.facts.get("error"):
         notes.append(str(run.facts["error"]))
+    notes += [str(warning) for warning in run.summary.get("warnings") or ()]
     if run.facts.get("mtp_off"):
         notes.append(f"MTP was off: {run.facts['mtp_off']}")
     if run.summary.get("draft_dead"):
@@ -307,19 +338,19 @@ def command_of(run: Run) -> str:
 
 
 def _facts(run: Run) -> Iterator[tuple[str, str]]:
-    """Machine, code and files that made the run."""
-    facts = run.facts
+    """Machine, code, files and whatever else the run recorded and the page does not show above."""
     yield "directory", str(run.path)
-    for name in ("started", "ended", "seconds", "host", "kernels", "threads", "context_limit"):
-        if facts.get(name) is not None:
-            yield name, plain(facts[name])
-    yield from machine_facts(facts)
-    for name, file in (facts.get("files") or {}).items():
-        if isinstance(file, dict):
-            yield f"file {name}", plain(file.get("path"))
-            yield f"file {name}: sha256", plain(file.get("sha256"))
-    if facts.get("prompt_set"):
-        yield "prompt set", plain(facts["prompt_set"])
+    others = {key: value for key, value in run.facts.items() if key not in _SHOWN_FACTS}
+    yield from flat_facts(others)
+
+
+def flat_facts(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Facts within facts, one a line; what is null is left out."""
+    for key, value in facts.items():
+        if isinstance(value, Mapping):
+            yield from flat_facts(value, f"{prefix}{key}: ")
+        elif value is not None and value != []:
+            yield prefix + str(key), plain(value)
 
 
 def _alternatives(token: Token) -> tuple[int | None, int | None, int | None]:

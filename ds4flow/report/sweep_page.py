@@ -7,7 +7,8 @@ from statistics import median
 from typing import Any
 
 from ds4flow.metrics import DEFINITIONS
-from ds4flow.report.page import config_rows, drawn, machine_facts, plain, render
+from ds4flow.report.page import config_rows, drawn, flat_facts, plain, render
+from ds4flow.report.prompt_set import identity_of, number
 from ds4flow.report.sweep_figures import DEPTH, Done, done_jobs, sweep_figures
 from ds4flow.runs.record import ROOT, label
 from ds4flow.runs.sweep import Job, Sweep
@@ -106,16 +107,12 @@ def _row(sweep: Sweep, job: Job) -> dict[str, Any]:
         "number": job.number,
         "status": job.status,
         "values": [job.values.get(key, "") for key in sweep.keys],
-        "numbers": [_number(summary.get(key), form) for key, _, form in COLUMNS],
+        "numbers": [number(summary.get(key), form) for key, _, form in COLUMNS],
         "identity": identity,
-        "identity_text": f"{identity}, {lossy} lossy" if identity == "relaxed" else identity,
+        "identity_text": identity_of(identity, lossy),
         "reason": job.reason or "",
         "attempt": job.attempt,
     }
-
-
-def _number(value: Any, form: str) -> str:
-    return format(float(value), form) if isinstance(value, int | float) else ""
 
 
 def _config(sweep: Sweep, done: list[Done]) -> list[dict[str, Any]]:
@@ -139,4 +136,4 @@ def _facts(sweep: Sweep) -> Iterator[tuple[str, str]]:
     for name in ("started", "ended", "host", "launcher", "sweeper"):
         if facts.get(name) is not None:
             yield name, plain(facts[name])
-    yield from machine_facts(facts)
+    yield from flat_facts({key: facts.get(key) for key in ("machine", "git", "versions")})

@@ -14,6 +14,10 @@ from typing import Any
 
 import pytest
 
+from ds4flow.report.sweep_page import sweep_page
+from ds4flow.runs.sweep import Sweep
+from tests.report.test_sweep import ENDINGS, GRID, make
+
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed: pip install 'ds4flow[browser]'"
 )
@@ -155,3 +159,18 @@ def test_without_scripts_the_text_and_the_numbers_are_there(browser: Any, page: 
         visit.page.locator("figure summary").first.click()
         assert visit.page.locator("figure table").first.is_visible()
         assert visit.page.locator("noscript p").is_visible()
+
+
+@pytest.mark.parametrize("width", [380, 1280])
+def test_a_sweep_fits_and_asks_for_nothing(browser: Any, tmp_path: Path, width: int) -> None:
+    sweep = Sweep.open(make(tmp_path / "sweep", GRID, ENDINGS))
+    path = tmp_path / "page.html"
+    path.write_text(sweep_page(sweep), encoding="utf-8")
+    with Visit(browser, path, width) as visit:
+        assert visit.overflow() <= 0
+        assert visit.asked == [visit.url]
+        assert visit.said == []
+        assert visit.page.locator("#surface .exact-cell").count() == 4
+        visit.page.locator("#surface summary").click()
+        assert "100.0, exact" in visit.page.locator("#surface table").inner_text()
+        assert visit.page.locator("tr[data-job='3'] .failed").is_visible()

@@ -195,3 +195,39 @@ def test_a_run_that_is_not_there_is_a_usage_error(copied: Path) -> None:
     result = ds4flow("report", "dmo/0001")
     assert result.exit_code == 2
     assert "demo/0001" in result.stderr
+
+
+def test_a_prompt_set_shows_every_prompt_and_its_categories() -> None:
+    lines = [
+        {"id": "one", "category": "code", "prompt": "hello"},
+        {"id": "two</script>", "category": "code", "prompt": "world"},
+        {"id": "three", "category": "<b>prose</b>", "prompt": "again"},
+    ]
+    Path("set.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = ds4flow("run", *FAKE, "prompts=set.jsonl", "mtp.draft=2", "-n", "16")
+    assert done.exit_code == 0, done.stderr
+    folder = Path("runs/demo/0001")
+    page = page_of(folder)
+    assert_alone(page)
+    summary = read(folder / "summary.json")
+    categories = {
+        e.attributes["data-category"]: e.text
+        for e in page.all("tr")
+        if "data-category" in e.attributes
+    }
+    assert set(categories) == {"code", "<b>prose</b>"}
+    assert "2 of 2" in categories["code"]
+    prompts = [e.attributes["data-prompt"] for e in page.all("tr") if "data-prompt" in e.attributes]
+    assert prompts == ["one", "two</script>", "three"]
+    parts = page.data["parts"]
+    kept = [
+        sum(page.data["kinds"][row[0]][0] not in ("rejected", "unused") for row in part["tokens"])
+        for part in parts
+    ]
+    assert kept == [16, 16, 16]
+    assert sum(kept) == summary["output_tokens"] == int(page.numbers()["output_tokens"])
+    assert {"acceptance-by-category", "length-by-category"} <= {
+        figure.attributes["id"] for figure in page.all("figure")
+    }
+    one = page_of(next(folder.glob("prompt-000-*")))
+    assert len(one.data["parts"]) == 1

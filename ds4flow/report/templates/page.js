@@ -81,8 +81,11 @@
       place(span);
     }
     // One stop of the tab key a text; arrow keys walk from token to token.
+    let stop = spans.find((span) => !span.matches(".rejected, .unused, .beyond, .probe"));
+    if (stop) stop.tabIndex = 0;
     function stopAt(span) {
-      spans.forEach(function (one) { if (one.tabIndex === 0) one.tabIndex = -1; });
+      if (stop) stop.tabIndex = -1;
+      stop = span;
       span.tabIndex = 0;
       span.focus();
     }
@@ -91,8 +94,6 @@
       while (i >= 0 && i < spans.length && !visible(spans[i])) i += step;
       if (i >= 0 && i < spans.length) stopAt(spans[i]);
     }
-    const first = spans.find((span) => !span.matches(".rejected, .unused, .beyond, .probe"));
-    if (first) first.tabIndex = 0;
     block.addEventListener("pointerover", function (event) {
       const span = event.target.closest(".t");
       if (span) show(span);
