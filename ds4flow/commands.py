@@ -276,4 +276,29 @@ def ab(ctx: click.Context, words: tuple[str, ...], allow: str, **options: Any) -
     sys.exit(ab_command(words, ctx.meta["ds4flow.arms"], made))
 
 
-COMMANDS = (ab, bench, download, inspect, replay, report, runs, synth, verify)
+@click.command("whatif")
+@click.argument("word", metavar="RUN", default="latest")
+@click.option("--depth", "depths", default="", metavar="N,..", help="As 0-8 or 1,2,auto.  [all]")
+@click.option("--margin", "margins", default="", metavar="F,..", help="Margins.  [1]")
+@click.option("--gate", "gates", default="", metavar="F,..", help="Gates.  [the run's own]")
+@click.option("--json", "as_json", is_flag=True, help="Print the predictions as JSON.")
+@click.option(
+    "--root",
+    type=click.Path(path_type=Path),
+    default=Path("runs"),
+    show_default=True,
+    metavar="DIR",
+    help="The folder of all runs.",
+)
+def whatif(word: str, root: Path, **options: Any) -> None:
+    """Tell from one traced RUN what other depths, margins and gates would do, without the model.
+
+    Trace one with: ds4flow run mtp.draft=8 mtp.probe=true trace=full
+    """
+    from ds4flow.runs.record import Run, resolve_run
+    from ds4flow.whatif.command import whatif_command
+
+    whatif_command(Run.open(resolve_run(word, root)), root, **options)
+
+
+COMMANDS = (ab, bench, download, inspect, replay, report, runs, synth, verify, whatif)

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
-from ds4flow.pipeline import State
+from ds4flow.pipeline import Fresh, State
 from ds4flow.speculate import argmax, verify
 
-REPEATS = 5
-"""Rounds of timed passes; every round times each width once, so that a slow moment hits all."""
+ROUNDS = 5, 25
+"""Least and most rounds of timed passes; each times every width once, so slow moments hit all."""
+
+ENOUGH_SECONDS = 1.0
+"""After which there are no more rounds than the least."""
 
 
 class Waiting(NamedTuple):
@@ -96,22 +99,23 @@ def _runners_up(logits: torch.Tensor, best: Sequence[int]) -> list[int]:
 
 
 def measure_costs(state: State) -> dict[str, Any] | None:
-    """Time verify passes of each width, and refreshes of the MTP block's rows, where the run ended.
+    """Time verify passes of each width and draft steps with stale rows, where the run ended.
 
-    Returns microseconds: `verify_micros_by_width` (list from width 1, the verdict included) and
-    `refresh_micros_by_rows` (list from 1 row; empty without an MTP block). The passes write rows
-    behind the cursor only, which nothing sees. None when the context has no room for a pass.
+    Returns microseconds: `verify_micros_by_width` (from width 1, the verdict included) and
+    `step_micros_by_stale_rows` (from 0 rows to refresh; empty without an MTP block). The passes
+    write rows behind the cursor only, which nothing sees. None when the context has no room.
     """
     cache, model = state.cache, state.model
     widest = min(cache.draft_max + 1, cache.context - cache.length)
     if widest < 1:
         return None
-    widths = range(1, widest + 1)
-    passes = {width: _pass(state, width) for width in widths}
-    refreshes = {width: _refresh(state, width) for width in widths} if model.mtp is not None else {}
+    if model.mtp is not None and state.fresh is not None:  # as the next draft would begin
+        model.mtp.warm(state.fresh.streams, state.fresh.tokens, state.fresh.first, cache)
+    passes = [_pass(state, width) for width in range(1, widest + 1)]
+    steps = [] if model.mtp is None else [_step(state, rows) for rows in range(widest)]
     return {
-        "verify_micros_by_width": _times(passes.values()),
-        "refresh_micros_by_rows": _times(refreshes.values()),
+        "verify_micros_by_width": _times(passes),
+        "step_micros_by_stale_rows": _times(steps),
     }
 
 
@@ -125,21 +129,26 @@ def _pass(state: State, width: int) -> Callable[[], object]:
     return run
 
 
-def _refresh(state: State, rows: int) -> Callable[[], object]:
-    streams = state.hidden[None].expand(rows, *state.hidden.shape).contiguous()
-    tokens = [state.next_token] * rows
-    block = state.model.mtp
+def _step(state: State, rows: int) -> Callable[[], object]:
+    """A draft step behind `rows` rows that are to be refreshed before it."""
+    block, first = state.model.mtp, state.cache.length
     assert block is not None
-    return lambda: block.warm(streams, tokens, state.cache.length, state.cache)
+    stale = None
+    if rows:
+        streams = state.hidden[None].expand(rows, *state.hidden.shape).contiguous()
+        stale = Fresh(first, (state.next_token,) * rows, streams)
+    return lambda: block.step(state.hidden, state.next_token, first + rows, state.cache, stale)
 
 
-def _times(actions: Iterable[Callable[[], object]]) -> list[float]:
+def _times(actions: Sequence[Callable[[], object]]) -> list[float]:
     """Median microseconds of each action over the rounds."""
-    actions = list(actions)
     taken: list[list[int]] = [[] for _ in actions]
     for action in actions:  # caches and kernels warm up untimed
         action()
-    for _ in range(REPEATS):
+    began = time.perf_counter()
+    for number in range(ROUNDS[1]):
+        if number >= ROUNDS[0] and time.perf_counter() - began > ENOUGH_SECONDS:
+            break
         for times, action in zip(taken, actions, strict=True):
             start = time.perf_counter_ns()
             action()

@@ -45,6 +45,7 @@ FLOORS = (
         "completion",
         "execute",
         "replay",
+        "whatif",
         "recorded",
         "prompt_run",
         "prompt_summary",

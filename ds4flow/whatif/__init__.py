@@ -1,0 +1,1 @@
+"""What other draft settings would have done, told from one traced run without the model."""
