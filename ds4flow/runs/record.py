@@ -40,11 +40,11 @@ class Run:
     def open(cls, path: str | Path) -> Run:
         """Read the record in `path`; Ds4FlowError when no run lies there."""
         path = Path(path)
+        part = path.name if (path.parent / PROMPTS).is_file() else ""
         if (path / RECORD).is_file():
-            return cls(path, _read_json(path / RECORD))
-        parent = path.parent
-        if path.is_dir() and (parent / PROMPTS).is_file() and (parent / RECORD).is_file():
-            return cls(path, _read_json(parent / RECORD), path.name)
+            return cls(path, _read_json(path / RECORD), part)
+        if part and path.is_dir() and (path.parent / RECORD).is_file():
+            return cls(path, _read_json(path.parent / RECORD), part)
         raise Ds4FlowError(f"{path} holds no run", f"a run directory has a file {RECORD}")
 
     @cached_property

@@ -237,3 +237,42 @@ def test_rm_takes_a_sweep_whole_and_no_job_of_it(here: Path) -> None:
     change(sweep / "1", status="complete")
     runs("rm", "swept/1", "--yes")
     assert not sweep.exists()
+
+
+def whatif(*words: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, ["whatif", *words])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.stderr
+    return result
+
+
+def test_whatif_prints_a_line_a_setting(demo_traced: Path) -> None:
+    said = whatif(str(demo_traced), "--gate", "0,1").stdout.splitlines()
+    assert "64 tokens traced at mtp.draft=8, drafts from every place" in said[0]
+    assert said[1].split()[:3] == ["draft", "margin", "gate"]
+    rows = [line.split() for line in said[2:22]]
+    assert [row[0] for row in rows] == [*map(str, range(9)), "auto"] * 2
+    assert [row[2] for row in rows] == ["0"] * 10 + ["1"] * 10
+    assert [row[-1] for row in rows] == [*["exact"] * 9, "estimated"] * 2
+    assert said[22].startswith("fastest: mtp.draft=")
+
+
+def test_whatif_as_json_has_the_names_of_a_summary(demo_traced: Path) -> None:
+    found = json.loads(whatif(str(demo_traced), "--depth", "2,9", "--json").stdout)
+    assert [one["mtp.draft"] for one in found] == [2, 9]
+    assert found[1] == {"mtp.draft": 9, "mtp.margin": 1.0, "mtp.gate": 0.0, "counts": None}
+    assert found[0]["counts"] == "exact"
+    assert found[0]["num_accepted_draft_tokens"] + found[0]["cycles"] == 64
+    assert found[0]["speed_against_greedy"] > 0
+
+
+@pytest.mark.usefixtures("here")
+def test_whatif_of_a_normal_run_says_what_it_lacks(demo_traced: Path) -> None:
+    said = whatif("demo/2", "--depth", "1,2").stdout
+    assert "no speeds" in said
+    assert "exact: mtp.draft=8 mtp.probe=true trace=full" in said
+    assert "mtp.probe=true trace=full" in whatif("other/1", code=1).stderr  # it drafted nothing
+    for words in (("--margin", "2"), ("--margin", "0"), ("--gate", "-1"), ("--gate", "x")):
+        assert "is out of range" in whatif(str(demo_traced), *words, code=2).stderr
+    assert "is not a list of depths" in whatif(str(demo_traced), "--depth", "x", code=2).stderr
