@@ -9,6 +9,7 @@ import numpy as np
 
 from ds4flow.kernels.cpu.lanes import (
     blend,
+    block_scores,
     copy,
     exp,
     fma,
@@ -81,6 +82,7 @@ ZERO, ONE = np.float32(0.0), np.float32(1.0)
 LOWEST = np.float32(-3.0e38)
 HEADS_TOGETHER = 4
 KEYS_TOGETHER = 64
+INDEX_ROWS = 4  # rows whose index scores are made from one reading of the keys
 
 
 def queries(
@@ -200,26 +202,27 @@ def compress(
 
 
 def index_job(context: int, share: int, shares: int, thread: int) -> int:
-    """Job kernel: one share of the index scores of one row."""
+    """Job kernel: one share of the blocks' index scores, for a few rows at once."""
     fields = context + CONTEXT_JOB_FIELDS
     q, gains, keys, out = get(fields), get(fields + 8), get(fields + 16), get(fields + 24)
-    visible = get(fields + 32)
+    visible, rows, stride = get(fields + 32), get(fields + 40), get(fields + 48)
     width, heads = get(context + CONTEXT_INDEX_DIM), get(context + CONTEXT_INDEX_HEADS)
     scratch = get(context + CONTEXT_SCRATCH) + thread * get(context + CONTEXT_SCRATCH_STRIDE)
-    list_ = scratch + 4 * KEYS_TOGETHER * heads
+    size = 4 * KEYS_TOGETHER
     blocks = (visible + KEYS_TOGETHER - 1) // KEYS_TOGETHER
     for block in range(blocks * share // shares, blocks * (share + 1) // shares):
         first = block * KEYS_TOGETHER
         count = min(KEYS_TOGETHER, visible - first)
-        for i in range(count):
-            put(list_ + 8 * i, keys + 4 * width * (first + i))
-        scores((list_, count, width, q, 4 * width, heads, scratch, 4 * KEYS_TOGETHER))
-        for at in range(0, 4 * count, 64):
-            sum_ = spread(ZERO)
-            for h in range(heads):
-                dots = larger(lanes(scratch + 4 * KEYS_TOGETHER * h + at), spread(ZERO))
-                sum_ = fma(spread(getf(gains + 4 * h)), dots, sum_)
-            put_lanes(out + 4 * first + at, sum_)
+        start = keys + 4 * width * first
+        block_scores((start, count, width, q, 4 * width, rows * heads, scratch, size))
+        for i in range(rows):
+            row, dots_ = out + stride * i + 4 * first, scratch + size * heads * i
+            for at in range(0, 4 * count, 64):
+                sum_ = spread(ZERO)
+                for h in range(heads):
+                    dots = larger(lanes(dots_ + size * h + at), spread(ZERO))
+                    sum_ = fma(spread(getf(gains + 4 * (heads * i + h))), dots, sum_)
+                put_lanes(row + at, sum_)
     return 0
 
 
@@ -294,33 +297,42 @@ def index_topk(
     gains = q + size * m
     bins = gains + 4 * heads * m
     values = aligned(bins + 8 * 2048)
-    visible = (start + m) // ratio
-    keys = aligned(values + 4 * (visible + KEYS_TOGETHER))
+    stride = aligned(4 * ((start + m) // ratio + KEYS_TOGETHER))
+    keys = values + INDEX_ROWS * stride
     end = task(tasks, get(indexer + INDEXER_Q_B), low, 4 * rank, m, q, size)
     end = task(end, get(indexer + INDEXER_PROJ), x, 4 * dim, m, gains, 4 * heads)
     run(context, tasks, end)
     scale = ONE / np.float32(np.sqrt(np.float64(width * heads)))
-    for i in range(m):
-        row = selection + 8 * (1 + most) * i
-        visible = (start + i + 1) // ratio
-        if visible <= most:
-            put(row, -1)
+    i = 0
+    while i < m:
+        if (start + i + 1) // ratio <= most:
+            put(selection + 8 * (1 + most) * i, -1)
+            i += 1
             continue
-        for h in range(heads):
-            head = q + size * i + 4 * width * h
-            turn(head, width, turned, rope, start + i, ONE)
-            _round_index(context, head, width)
-            gain = gains + 4 * (heads * i + h)
-            putf(gain, getf(gain) * scale)
+        rows = min(INDEX_ROWS, m - i)
+        visible = (start + i + rows) // ratio
+        for row in range(i, i + rows):
+            for h in range(heads):
+                head = q + size * row + 4 * width * h
+                turn(head, width, turned, rope, start + row, ONE)
+                _round_index(context, head, width)
+                gain = gains + 4 * (heads * row + h)
+                putf(gain, getf(gain) * scale)
         fields = context + CONTEXT_JOB_FIELDS
         put(fields, q + size * i)
         put(fields + 8, gains + 4 * heads * i)
         put(fields + 16, get(pool + POOL_ROWS))
         put(fields + 24, values)
         put(fields + 32, visible)
-        job(context, get(context + CONTEXT_INDEX_JOB), visible * heads * width)
-        put(row, most)
-        _select(values, visible, most, keys, bins, row + 8)
+        put(fields + 40, rows)
+        put(fields + 48, stride)
+        job(context, get(context + CONTEXT_INDEX_JOB), visible * heads * width * rows)
+        for row in range(i, i + rows):
+            chosen = selection + 8 * (1 + most) * row
+            count = (start + row + 1) // ratio
+            put(chosen, most)
+            _select(values + stride * (row - i), count, most, keys, bins, chosen + 8)
+        i += rows
     return 0
 
 

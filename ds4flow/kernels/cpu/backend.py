@@ -211,7 +211,10 @@ class CpuKernels:
         sizes = (
             96 * m + 256,
             4 * m * (c.head_dim + 4 * max(c.head_dim, c.index_dim)) + 16 * 128,
-            4 * m * c.index_heads * (c.index_dim + 1) + 8 * 2048 + 20 * visible,
+            4 * m * c.index_heads * (c.index_dim + 1)
+            + 8 * 2048
+            + attention.INDEX_ROWS * (4 * visible + 64 * 8)
+            + 16 * visible,
             m * (16 + 8 * keys),
             4 * m * c.groups * c.o_rank + layout.TASK_SIZE * c.groups,
             pairs * (4 * (2 * c.dim + 2 * c.expert_dim) + 20 + 2 * layout.TASK_SIZE)
@@ -227,7 +230,7 @@ class CpuKernels:
         each = max(
             tiles.scratch_bytes(self._records.most_columns),
             4 * attention.HEADS_TOGETHER * (keys + 17),
-            attention.KEYS_TOGETHER * (4 * c.index_heads + 8),
+            attention.INDEX_ROWS * attention.KEYS_TOGETHER * 4 * c.index_heads,
         )
         each = (each + SPARE) // 64 * 64
         if each > self._context[layout.CONTEXT_SCRATCH_STRIDE // 8]:

@@ -432,5 +432,6 @@ def _emitter(name: str, emitter: Callable[..., None]) -> Any:
 
 
 scores = _emitter("scores", tiles.emit_scores)
+block_scores = _emitter("block_scores", tiles.emit_block_scores)
 blend = _emitter("blend", tiles.emit_blend)
 round_row = _emitter("round_row", int8.emit_round)

@@ -190,11 +190,11 @@ def _store_sums(b: Builder, totals: Sequence[Value], out: Value) -> None:
             done += size
 
 
-def plain_tile(b: Builder, weights: int, rows: int) -> Value:
+def plain_tile(b: Builder, weights: int, rows: int, *, ahead: bool) -> Value:
     """A larger tile of float32 weight rows, which keeps one of the two partial sums at a time.
 
     Arguments (i64): the address of each weight row, of activation row 0 and its stride, of output
-    (0, 0) and its row stride, the number of vectors.
+    (0, 0) and its row stride, the number of vectors. `ahead`: ask for what follows the weight rows.
     """
 
     def body(inner: Builder, arguments: Sequence[Value]) -> None:
@@ -208,6 +208,9 @@ def plain_tile(b: Builder, weights: int, rows: int) -> Value:
             steps = inner.lshr(inner.add(vectors, I64(1 - chain)), I64(1))
             with loop(inner, I64(0), steps) as step:
                 at = inner.shl(step, I64(7))
+                if ahead and chain == 0:
+                    for row in starts:
+                        fetch_ahead(inner, inner.add(row, at), 128)
                 decoded = [load(inner, inner.add(row, at), V16F, 64 * chain) for row in starts]
                 for m, row in enumerate(inputs):
                     values = load(inner, inner.add(row, at), V16F, 64 * chain)
@@ -224,7 +227,7 @@ def plain_tile(b: Builder, weights: int, rows: int) -> Value:
                 ]
                 _store_sums(inner, totals, inner.add(y, inner.mul(y_stride, I64(m))))
 
-    return function(b, f"plain_{weights}_{rows}", weights + 5, body)
+    return function(b, f"plain_{weights}_{rows}_{ahead:d}", weights + 5, body)
 
 
 def decoder(b: Builder, form: Format, target: Target) -> Value:
@@ -304,7 +307,10 @@ def groups(
 
 @dataclass(frozen=True)
 class Rows:
-    """Activation and output rows of a product: addresses, strides in bytes, number of rows."""
+    """Activation and output rows of a product: addresses, strides in bytes, number of rows.
+
+    `ahead`: whether the weight rows are read for the first time, one after the other.
+    """
 
     x: Value
     x_stride: Value
@@ -312,6 +318,7 @@ class Rows:
     y: Value
     y_stride: Value
     vectors: Value
+    ahead: bool = False
 
     def times(
         self,
@@ -352,7 +359,8 @@ class Rows:
     ) -> None:
         if len(weights) * rows > 12:
             shared = (x, self.x_stride, y, self.y_stride, self.vectors)
-            b.call(plain_tile(b, len(weights), rows), (*weights, *shared))
+            made = plain_tile(b, len(weights), rows, ahead=self.ahead)
+            b.call(made, (*weights, *shared))
             return
         made = tile(b, PLAIN, target, len(weights), rows)
         b.call(made, (*weights, *weights, x, self.x_stride, y, self.y_stride, self.vectors, I64(0)))
@@ -442,6 +450,13 @@ def emit_scores(b: Builder, target: Target, arguments: Sequence[Value]) -> None:
     listed, length, k, x, x_stride, count, y, y_stride = arguments
     rows = Rows(x, x_stride, count, y, y_stride, b.lshr(k, I64(4)))
     rows.times(b, target, length, I64(0), lambda n: load(b, b.add(listed, b.shl(n, I64(3))), I64))
+
+
+def emit_block_scores(b: Builder, target: Target, arguments: Sequence[Value]) -> None:
+    """The same for rows that lie one after the other, the first at the address given first."""
+    first, length, k, x, x_stride, count, y, y_stride = arguments
+    rows = Rows(x, x_stride, count, y, y_stride, b.lshr(k, I64(4)), ahead=True)
+    rows.times(b, target, length, I64(0), lambda n: b.add(first, b.mul(n, b.shl(k, I64(2)))))
 
 
 def emit_blend(b: Builder, target: Target, arguments: Sequence[Value]) -> None:
