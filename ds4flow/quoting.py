@@ -18,3 +18,13 @@ def quoted(text: str) -> str:
     text = re.sub(r"(\\*)'", lambda m: m[1] * 2 + "\\'", uninterpolated(text))
     ending = len(text) - len(text.rstrip("\\"))
     return f"'{text}{chr(92) * ending}'"
+
+
+def unquoted(text: str) -> str:
+    """What `quoted` made a value of Hydra's grammar from."""
+    inner = text[1:-1]
+    ending = len(inner) - len(inner.rstrip("\\"))
+    inner = inner[: len(inner) - ending // 2]
+    for mark in ("'", "${"):
+        inner = re.sub(rf"(\\+)(?={re.escape(mark)})", lambda m: m[1][: len(m[1]) // 2], inner)
+    return inner

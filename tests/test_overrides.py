@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from ds4flow.env import Variable
 from ds4flow.errors import UsageError
 from ds4flow.overrides import Flag, assemble, literal, quoted
+from ds4flow.quoting import unquoted
 
 # The YAML library folds these line breaks; prompt.txt and run.json of a run keep them.
 UNSAFE_IN_YAML = set("\x85\u2028\u2029")
@@ -37,6 +38,11 @@ def test_a_text_arrives_unchanged(text: str) -> None:
     assert config.prompt == text
     if not UNSAFE_IN_YAML & set(text):
         assert OmegaConf.create(OmegaConf.to_yaml(config)).prompt == text
+
+
+@given(TEXTS)
+def test_what_was_quoted_can_be_shown_as_typed(text: str) -> None:
+    assert unquoted(quoted(text)) == text
 
 
 @settings(deadline=None)

@@ -1,23 +1,14 @@
-"""A run as one HTML page that opens offline: everything it needs is inside.
-
-Whatever a prompt or a model wrote is shown as text, never taken for markup.
-"""
+"""A run as one HTML page that opens offline: everything it needs is inside."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib import resources
 from typing import Any
 
-from ds4flow import __version__
 from ds4flow.metrics import DEFINITIONS
 from ds4flow.overrides import PROVENANCE, key_of
-from ds4flow.report.figure import NAMES, Chart, Figure
+from ds4flow.report.figure import Chart
 from ds4flow.report.figures import DECODING, Totals, micros_of, run_figures
 from ds4flow.report.prompt_set import (
     COLUMNS,
@@ -26,7 +17,15 @@ from ds4flow.report.prompt_set import (
     identity_of,
     prompt_rows,
 )
-from ds4flow.report.svg import draw
+from ds4flow.report.render import (
+    command_line,
+    config_rows,
+    drawn,
+    flat_facts,
+    plain,
+    render,
+    visible,
+)
 from ds4flow.report.tokens import COMMITTED, KINDS, Token, pieces_of, tokens_of
 from ds4flow.runs.record import PROMPTS, ROOT, Run, label, natural
 
@@ -45,7 +44,6 @@ _ELSEWHERE = (
     *("break_even", "micros_by_stage", "prompts", "categories", "warnings"),
 )
 _SHOWN_FACTS = ("status", "error", "command", "config", "identity", "finish_reason")
-_CONTROLS = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class Part:
     def data(self) -> dict[str, Any]:
         """What the details of its tokens are made of, short; times in microseconds."""
         kinds = list(KINDS)
-        numbers = {cycle.get("cycle"): index for index, cycle in enumerate(self.cycles)}
+        numbers = {int(cycle.get("cycle", 0)): index for index, cycle in enumerate(self.cycles)}
         named = {id for token in self.tokens for id in _alternatives(token) if id is not None}
         return {
             "pieces": {
@@ -136,7 +134,7 @@ def run_page(run: Run) -> str:
         figures=drawn(_figures(run, parts)),
         stages=_stage_rows(summary),
         config=config_rows(run),
-        command=command_of(run),
+        command=_command(run),
         facts=list(_facts(run)),
     )
 
@@ -149,42 +147,6 @@ def figures_of_run(run: Run) -> list[Chart]:
 def _figures(run: Run, parts: Sequence[Part]) -> list[Chart]:
     cycles = [cycle for part in parts for cycle in part.cycles]
     return [*category_figures(run.summary), *run_figures(cycles, parts=len(parts))]
-
-
-def render(template: str, **values: Any) -> str:
-    """Fill a template; every value is escaped, and the page may run its own script only."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("ds4flow.report"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["visible"] = visible
-    folder = resources.files("ds4flow.report") / "templates"
-    script = (folder / "page.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return environment.get_template(template).render(
-        names=NAMES,
-        script=script,
-        script_hash=f"sha256-{digest}",
-        style=(folder / "page.css").read_text(encoding="utf-8"),
-        version=__version__,
-        made=datetime.now(UTC).isoformat(timespec="seconds"),
-        **values,
-    )
-
-
-def visible(text: str) -> str:
-    """Text with its control characters as pictures, so that a browser shows what is there."""
-    return text.translate(_CONTROLS)
-
-
-def drawn(figures: Sequence[Figure]) -> list[dict[str, Any]]:
-    """Figures as the template takes them."""
-    return [{"figure": figure, "svg": "" if figure.missing else draw(figure)} for figure in figures]
 
 
 def _parts(run: Run) -> Iterator[Part]:
@@ -278,6 +240,7 @@ def _notes(run: Run, *, counted: bool) -> list[str]:
     notes = []
     if run.facts.get("error"):
         notes.append(str(run.facts["error"]))
+    notes += _proof(run)
     notes += [str(warning) for warning in run.summary.get("warnings") or ()]
     if run.facts.get("mtp_off"):
         notes.append(f"MTP was off: {run.facts['mtp_off']}")
@@ -292,6 +255,24 @@ def _notes(run: Run, *, counted: bool) -> list[str]:
             "It ran from a source tree with changes; source.patch in its directory has them."
         )
     return notes
+
+
+def _proof(run: Run) -> Iterator[str]:
+    """What comparisons with a twin that never drafts found in this run."""
+    parity, check = run.facts.get("parity"), run.facts.get("check")
+    if isinstance(parity, Mapping) and parity.get("equal"):
+        yield "Compared with plain greedy decoding in the same run: tokens and logits bits equal."
+    elif isinstance(parity, Mapping) and parity.get("equal") is False:
+        yield (
+            "Compared with plain greedy decoding in the same run: it differs from position "
+            f"{parity.get('first_difference')} on."
+        )
+    if isinstance(check, Mapping):
+        different = check.get("different")
+        yield (
+            f"{check.get('states_compared')} cache states compared with those of a run that never "
+            f"drafts: {'they differ' if different else 'all equal'}."
+        )
 
 
 def _summary_rows(run: Run, summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -314,27 +295,9 @@ def _stage_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     ]
 
 
-def config_rows(run: Run) -> list[dict[str, Any]]:
-    """Every key with its value, where it came from, and the class of its badge."""
-    return [
-        {"key": key, "value": plain(value), "origin": origin, "kind": _origin_kind(origin)}
-        for key, value in run.config.items()
-        for origin in [run.origins.get(key, "")]
-    ]
-
-
-def _origin_kind(origin: str) -> str:
-    word = origin.partition(" ")[0]
-    return {"flag": "cli"}.get(
-        word, word if word in ("cli", "env", "group", "preset") else "default"
-    )
-
-
-def command_of(run: Run) -> str:
-    """What was typed, as it can be typed again."""
-    words = [str(word) for word in run.facts.get("command") or ()]
-    typed = [word for word in words[1:] if key_of(word) != PROVENANCE]
-    return shlex.join([*words[:1], "run", *typed]) if words else ""
+def _command(run: Run) -> str:
+    words = list(run.facts.get("command") or ())[1:]
+    return command_line([word for word in words if key_of(str(word)) != PROVENANCE])
 
 
 def _facts(run: Run) -> Iterator[tuple[str, str]]:
@@ -344,41 +307,14 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     yield from flat_facts(others)
 
 
-def flat_facts(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Facts within facts, one a line; what is null is left out."""
-    for key, value in facts.items():
-        if isinstance(value, Mapping):
-            yield from flat_facts(value, f"{prefix}{key}: ")
-        elif value is not None and value != []:
-            yield prefix + str(key), plain(value)
-
-
 def _alternatives(token: Token) -> tuple[int | None, int | None, int | None]:
     """What the target and the drafter thought of beside a token; its own id says nothing new."""
     choice = None if token.choice == token.id else token.choice
     return choice, token.runner, token.draft_runner
 
 
-def machine_facts(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The machine, the source tree and the versions of a record, a fact a line."""
-    for group in ("machine", "git", "versions"):
-        for name, value in (facts.get(group) or {}).items():
-            yield f"{group}: {name}", plain(value)
-
-
 def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
-
-
-def plain(value: Any) -> str:
-    """A value of a record as text."""
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, int):
-        return f"{value}"
-    return visible(str(value))
 
 
 def _formatted(value: Any, form: str) -> str:

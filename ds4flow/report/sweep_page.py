@@ -7,8 +7,8 @@ from statistics import median
 from typing import Any
 
 from ds4flow.metrics import DEFINITIONS
-from ds4flow.report.page import config_rows, drawn, flat_facts, plain, render
 from ds4flow.report.prompt_set import identity_of, number
+from ds4flow.report.render import command_line, config_rows, drawn, flat_facts, plain, render
 from ds4flow.report.sweep_figures import DEPTH, Done, done_jobs, sweep_figures
 from ds4flow.runs.record import ROOT, label
 from ds4flow.runs.sweep import Job, Sweep
@@ -38,7 +38,7 @@ def sweep_page(sweep: Sweep) -> str:
         jobs=[_row(sweep, job) for job in sweep.jobs],
         figures=drawn(sweep_figures(sweep)),
         config=_config(sweep, done),
-        overrides=[str(word) for word in sweep.facts.get("overrides") or ()],
+        command=command_line(["-m", *(sweep.facts.get("overrides") or ())]),
         facts=list(_facts(sweep)),
         data={"parts": [], "kinds": [], "sampled": False},
     )

@@ -16,7 +16,7 @@ import pytest
 
 from ds4flow.report.sweep_page import sweep_page
 from ds4flow.runs.sweep import Sweep
-from tests.report.test_sweep import ENDINGS, GRID, make
+from tests.report.sweep_folder import ENDINGS, GRID, make
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed: pip install 'ds4flow[browser]'"

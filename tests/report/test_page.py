@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,9 @@ def test_every_value_says_where_it_came_from(made: Page, folder: Path) -> None:
     (command,) = [e.text for e in made.all("pre") if "command" in e.classes]
     assert command.startswith("ds4flow run ")
     assert "provenance" not in command
-    assert "mtp.draft=4" in command
+    words = shlex.split(command)
+    assert "mtp.draft=4" in words
+    assert f"prompt={NASTY}".replace("\x07", "\u2407") in words
 
 
 def test_a_prompt_is_text_whatever_it_holds(made: Page) -> None:
