@@ -1,22 +1,39 @@
 """Choosing how many drafts pay: `mtp.draft=auto`.
 
-The policy measures acceptance by draft position and the cost of a draft step and of a verify pass
-by width, and takes the depth with the most expected tokens per second. It never sees a token, so it
-cannot change the text.
+The policy learns acceptance by draft position and the cost of drafting and of a verify pass by
+width, and takes the depth with the most expected tokens per second. Costs that were not measured
+yet are expected to grow as the bytes that are read. It never sees a token, so it cannot change the
+text.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from ds4flow.model.trunk import Model
 
 COST_MEMORY = 0.1  # least weight of a new cost in its running mean
-ACCEPT_MEMORY = 1 / 64  # the same for acceptance: single outcomes say little
+FASTEST_OF = 3  # first costs of a kind, of which the least counts
+COST_CLIP = 1.5  # a cost that is this many times the mean counts as no more: it was interrupted
+ACCEPT_MEMORY = 12.0  # looks at a draft position that are remembered
+ACCEPT_IDLE = 1 - 1 / 128  # what a cycle without drafts leaves of them
+ACCEPT_GUESS = 0.6  # acceptance of the first draft before any look, with the weight of one look
 AUTO_DEPTH_MAX = 8  # deepest drafts that mtp.draft=auto tries
-MIN_SAMPLES = 4  # looks at a draft position or a width before a decision may rest on it
+MIN_SAMPLES = 4  # looks at the first draft before it may be given up
+MIN_COSTS = 2  # passes of a width before their cost is believed
 WARMING = 2  # cycles whose costs are not counted
-PROBE_FIRST = 16  # cycles between probes of a neighbour; doubles while they change nothing
+WORTH = 1.02  # expected gain from which drafting is better than not
+PROMISING = 0.9  # a deeper draft this close to the best is worth a first look
+OUTDATED = 24  # cycles after which a cost may have changed with the machine
+SURPRISE = 1.25  # a probe that is off by this factor is made once more
+PROBE_OFF = 64  # cycles before the first probe while nothing is drafted; doubles up to PROBE_LAST
+PROBE_ON = 16  # the same while drafting
 PROBE_LAST = 256
+SETTLED = 4  # cycles between two looks at the choice once it rests on enough
 
 
 def draft_max(draft: int | str) -> int:
@@ -26,16 +43,57 @@ def draft_max(draft: int | str) -> int:
 
 @dataclass
 class Mean:
-    """Running mean that starts as a plain average and then forgets slowly."""
+    """Running mean of costs that forgets slowly. An interrupted cycle is dearer, never cheaper, so
+    it starts as the least of a few and cuts what is far above it.
+    """
 
     value: float = 0.0
     count: int = 0
-    memory: float = COST_MEMORY
+    last: int = 0  # cycle of the last sample
 
-    def add(self, sample: float) -> None:
-        """Take one sample."""
+    def add(self, sample: float, cycle: int) -> None:
+        """Take one sample; after a long time without any, it counts for half."""
+        if self.count < FASTEST_OF:
+            self.value = min(sample, self.value) if self.count else sample
+        else:
+            weight = 0.5 if cycle - self.last > OUTDATED else COST_MEMORY
+            self.value += weight * (min(sample, COST_CLIP * self.value) - self.value)
         self.count += 1
-        self.value += max(1.0 / self.count, self.memory) * (sample - self.value)
+        self.last = cycle
+
+
+@dataclass
+class Looks:
+    """Outcomes at one draft position: how many were looked at and how many were right."""
+
+    right: float = 0.0
+    count: float = 0.0
+    seen: int = 0  # looks ever; the others fade
+
+    def add(self, right: bool) -> None:
+        """Take one outcome."""
+        if self.count > ACCEPT_MEMORY - 1.0:
+            self.fade((ACCEPT_MEMORY - 1.0) / self.count)
+        self.seen += 1
+        self.count += 1.0
+        self.right += right
+
+    def fade(self, factor: float) -> None:
+        """Let what was seen count less, but never as if nothing had been seen."""
+        if self.count > MIN_SAMPLES:
+            self.right *= factor
+            self.count *= factor
+
+    def mean(self, guess: float) -> float:
+        """Expected acceptance; `guess` counts as one look."""
+        return (self.right + guess) / (self.count + 1.0)
+
+    def hope(self, guess: float) -> float:
+        """The same, with the benefit of the doubt while looks are few."""
+        mean = self.mean(guess)
+        if self.seen >= MIN_SAMPLES:
+            return mean
+        return min(1.0, mean + math.sqrt(mean * (1.0 - mean) / (self.seen + 2)))
 
 
 class Decision(NamedTuple):
@@ -46,24 +104,55 @@ class Decision(NamedTuple):
     expected: float = 0.0  # tokens per second expected at this depth, 0 while learning
 
 
+@dataclass(frozen=True)
+class Prior:
+    """Costs before anything is measured, in passes of one row: of passes by width, of one draft.
+
+    `passes[w - 1]` is that of width w; a wider pass than the last grows as the last one did.
+    """
+
+    passes: tuple[float, ...] = (1.0, 1.1)
+    step: float = 0.1
+
+    @classmethod
+    def of(cls, model: Model, depth_max: int = AUTO_DEPTH_MAX) -> Prior:
+        """By the weight bytes that passes and drafts read: the least that they can cost."""
+        sizes = [model.weight_bytes(rows) for rows in range(1, depth_max + 2)]
+        step = 0.0 if model.mtp is None else model.mtp.weight_bytes()
+        return cls(tuple(size / sizes[0] for size in sizes), step / sizes[0])
+
+    def width(self, width: int) -> float:
+        """The cost of a pass of `width` rows."""
+        if width <= len(self.passes):
+            return self.passes[width - 1]
+        last = self.passes[-1]
+        return last + (last - self.passes[-2]) * (width - len(self.passes))
+
+
 @dataclass
 class DepthPolicy:
     """State of the choice during one run; `depth_max` bounds the depth."""
 
     depth_max: int
-    accept: list[Mean] = field(init=False)
+    prior: Prior = field(default_factory=Prior)
+    accept: list[Looks] = field(init=False)
     verify: dict[int, Mean] = field(default_factory=dict)  # seconds of a pass, by width
-    step: Mean = field(default_factory=Mean)  # seconds of one draft step
+    draft: dict[int, Mean] = field(default_factory=dict)  # seconds of drafting, by steps
+    cycle: int = 0
     best: int = 0
     idle: int = 0  # cycles since the last probe
-    probe_after: int = PROBE_FIRST
+    probe_after: int = PROBE_OFF
     probes: int = 0
     probing: bool = False
+    again: int | None = None  # a depth to be probed once more
+    expected: float = 0.0  # tokens per second of the best
+    settled: int = 0  # cycles until the choice is looked at again
     warming: int = WARMING
 
     def __post_init__(self) -> None:
-        # Optimistic until measured: an untried position is worth trying.
-        self.accept = [Mean(1.0, memory=ACCEPT_MEMORY) for _ in range(self.depth_max)]
+        self.accept = [Looks() for _ in range(self.depth_max)]
+
+    # --- learning ---------------------------------------------------------------------------------
 
     def observe(
         self, *, drafted: int, accepted: int, steps: int, draft_s: float, verify_s: float
@@ -71,95 +160,156 @@ class DepthPolicy:
         """Learn from a cycle: `steps` draft steps took `draft_s`, the pass of `drafted + 1` rows
         took `verify_s` seconds and kept the first `accepted` drafts.
         """
+        self.cycle += 1
         for place in range(min(accepted + 1, drafted)):
-            self.accept[place].add(1.0 if place < accepted else 0.0)
+            self.accept[place].add(place < accepted)
+        if not drafted:
+            for looks in self.accept:
+                looks.fade(ACCEPT_IDLE)
         if self.warming:  # caches and memory are cold: these costs will not come again
             self.warming -= 1
             return
         width = drafted + 1
         mean = self.verify.setdefault(width, Mean())
-        before, settled = mean.value, mean.count >= MIN_SAMPLES and not self.probing
-        mean.add(verify_s)
-        if settled and before:
-            self._drift(width, mean.value / before)
+        before, known = mean.value, mean.count >= MIN_COSTS
+        mean.add(verify_s, self.cycle)
+        if self.probing:
+            self._weigh(drafted, accepted, verify_s / before if known and before else 1.0)
+        elif known and before:
+            self._drift(width, steps, mean.value / before)
         if steps:
-            self.step.add(draft_s / steps)
+            self.draft.setdefault(steps, Mean()).add(draft_s, self.cycle)
 
-    def _drift(self, width: int, factor: float) -> None:
-        """A machine gets faster or slower as a whole: the widths not in use follow the one in use.
+    def _weigh(self, drafted: int, accepted: int, surprise: float) -> None:
+        """What a probe showed is looked at in the next cycle, or first tried once more."""
+        self.settled = 0
+        if not self.best and drafted == accepted > 0:
+            self.again = drafted  # better than thought
+        elif self.again is None and not 1 / SURPRISE < surprise < SURPRISE:
+            self.again = drafted
+        else:
+            self.again = None
+
+    def _drift(self, width: int, steps: int, factor: float) -> None:
+        """A machine gets faster or slower as a whole: the costs not in use follow the one in use.
 
         Else a cost measured in a slow moment would rule a depth out, or in, for good.
         """
         for other, mean in self.verify.items():
             if other != width:
                 mean.value *= factor
+        for other, mean in self.draft.items():
+            if other != steps:
+                mean.value *= factor
+
+    # --- expectations -----------------------------------------------------------------------------
 
     def cost(self, depth: int) -> float:
-        """Expected seconds of a cycle with `depth` drafts; widths not yet seen are interpolated."""
-        return self._pass_cost(depth + 1) + depth * self.step.value
+        """Expected seconds of a cycle with `depth` drafts."""
+        passes = _fitted(self.verify, self.prior.width, depth + 1)
+        if not depth:
+            return passes
+        if self.draft:  # the first step of a cycle refreshes rows as well, so this is no multiple
+            return passes + _fitted(self.draft, float, depth)
+        return passes + depth * self.prior.step * _fitted(self.verify, self.prior.width, 1)
 
-    def _pass_cost(self, width: int) -> float:
-        known = sorted(w for w, mean in self.verify.items() if mean.count)
-        if width in self.verify:
-            return self.verify[width].value
-        low = max((w for w in known if w < width), default=known[0])
-        high = min((w for w in known if w > width), default=known[-1])
-        if low == high:  # beyond what was measured: as steep as the whole measured range
-            low, high = known[0], known[-1]
-        if low == high:
-            return self.verify[low].value
-        a, b = self.verify[low].value, self.verify[high].value
-        return a + max(b - a, 0.0) * (width - low) / (high - low)
+    def rates(self, deepest: int, *, hopeful: bool = False) -> list[float]:
+        """Expected tokens per second of cycles with 0, 1, .. `deepest` drafts.
 
-    def tokens(self, depth: int) -> float:
-        """Expected tokens of a cycle with `depth` drafts."""
-        total, reach = 1.0, 1.0
-        for place in range(depth):
-            reach *= self.accept[place].value
-            total += reach
-        return total
+        `hopeful`: with the benefit of the doubt for positions that were seldom looked at.
+        """
+        tokens, reach, guess = 1.0, 1.0, ACCEPT_GUESS
+        found = [1.0 / self.cost(0)]
+        for depth, looks in enumerate(self.accept[:deepest], 1):
+            reach *= looks.hope(guess) if hopeful else looks.mean(guess)
+            guess = looks.mean(guess)
+            tokens += reach
+            found.append(tokens / self.cost(depth))
+        return found
 
-    def rate(self, depth: int) -> float:
-        """Expected tokens per second of cycles with `depth` drafts."""
-        cost = self.cost(depth)
-        return self.tokens(depth) / cost if cost > 0.0 else 0.0
+    # --- choosing ---------------------------------------------------------------------------------
 
     def choose(self, room: int) -> Decision:
         """The depth of the next cycle, at most `room`."""
         limit = min(room, self.depth_max)
+        self.probing = False
         if limit <= 0:
             return Decision(0, "off")
-        lacking = self._lacking(limit)
-        if lacking is not None:
-            return Decision(lacking, "learn")
-        best = max(range(limit + 1), key=lambda depth: (self.rate(depth), -depth))
-        if best != self.best:
-            self.best, self.idle, self.probe_after = best, 0, PROBE_FIRST
+        if self.settled and limit >= self.best:
+            self.settled -= 1
+            return self._next(limit)
+        if self._costs(1) < MIN_COSTS:
+            return Decision(0, "learn")
+        hopeless = self._hopeless(limit)
+        if hopeless:
+            self.again = None
+        if self.accept[0].seen < MIN_SAMPLES and not hopeless:
+            return Decision(1, "learn")
+        rates = self.rates(limit, hopeful=True)
+        rates[0] *= WORTH
+        # one step beyond what was measured: expectations carry no further
+        deepest = min(limit, max(self.verify, default=1))
+        best = 0 if hopeless else rates.index(max(rates[: deepest + 1]))
+        if best and self._costs(best + 1) < MIN_COSTS:
+            return Decision(best, "learn")
+        untried = 0 < best < limit and self._costs(best + 2) < MIN_COSTS
+        if untried and rates[best + 1] >= PROMISING * rates[best]:
+            return Decision(best + 1, "learn")
+        if bool(best) != bool(self.best):
+            self.idle, self.probe_after = 0, PROBE_ON if best else PROBE_OFF
+        self.best = best
+        self.expected = rates[best]
+        if not best or self.accept[best - 1].seen >= ACCEPT_MEMORY:
+            self.settled = SETTLED
+        return self._next(limit)
+
+    def _next(self, limit: int) -> Decision:
+        """The best depth, or now and then a neighbour of it.
+
+        What is not tried is not measured: without this, one bad stretch would last forever.
+        """
+        best = self.best
         self.idle += 1
-        self.probing = self.idle >= self.probe_after
-        if self.probing:
-            # What is not tried is not measured: without this, one bad stretch would last forever.
-            self.idle, self.probe_after = 0, min(2 * self.probe_after, PROBE_LAST)
-            self.probes += 1
-            probe = best + 1 if best == 0 or (self.probes % 2 and best < limit) else best - 1
-            return Decision(min(probe, limit), "probe", self.rate(min(probe, limit)))
-        return Decision(best, "best" if best else "off", self.rate(best))
+        if self.again is not None and self.again <= limit:
+            self.probing = True
+            return Decision(self.again, "probe", self.expected)
+        if self.idle <= self.probe_after:
+            return Decision(best, "best" if best else "off", self.expected)
+        self.probing = True
+        self.idle, self.probe_after = 0, min(2 * self.probe_after, PROBE_LAST)
+        self.probes += 1
+        near = dict.fromkeys((best + 1, 0, best - 1))
+        others = [depth for depth in near if depth != best and 0 <= depth <= limit]
+        return Decision(others[self.probes % len(others)], "probe", self.expected)
 
-    def _lacking(self, limit: int) -> int | None:
-        """A depth that must still be tried: none, one, then deeper while the last one may pay."""
-        for depth in (0, 1):
-            if self._samples(depth + 1) < MIN_SAMPLES:
-                return depth
-        for depth in range(2, limit + 1):
-            if self._samples(depth + 1) >= MIN_SAMPLES:
-                continue
-            # Even a certain draft more must beat the best so far to be worth the measurement.
-            reach = self.tokens(depth - 1) - self.tokens(depth - 2)
-            hoped = (self.tokens(depth - 1) + reach) / self.cost(depth)
-            seen = max(self.rate(d) for d in range(depth))
-            return depth if hoped > seen else None
-        return None
+    def _hopeless(self, limit: int) -> bool:
+        """Whether not even drafts that are all accepted would pay, by costs that were measured."""
+        if self._costs(2) < MIN_COSTS:
+            return False
+        plain = self.cost(0)
+        return all((depth + 1) * plain < self.cost(depth) for depth in range(1, limit + 1))
 
-    def _samples(self, width: int) -> int:
+    def _costs(self, width: int) -> int:
         mean = self.verify.get(width)
         return mean.count if mean else 0
+
+
+def _fitted(measured: Mapping[int, Mean], shape: Callable[[int], float], size: int) -> float:
+    """The cost at `size`: as measured, or between and beyond what was measured as `shape` grows."""
+    if size in measured:
+        return measured[size].value
+    low, high = min(measured), max(measured)
+    unit = measured[high].value / shape(high)
+    slope = unit
+    if low != high:  # as steep as measured, but nothing is free
+        rise = measured[high].value - measured[low].value
+        slope = max(rise / (shape(high) - shape(low)), 0.25 * unit)
+    below = max((known for known in measured if known < size), default=None)
+    above = min((known for known in measured if known > size), default=None)
+    if below is None:  # then all that was measured lies above
+        return max(measured[low].value - slope * (shape(low) - shape(size)), 0.1 * unit)
+    if above is None:
+        return measured[below].value + slope * (shape(size) - shape(below))
+    a, b = measured[below].value, measured[above].value
+    part = (shape(size) - shape(below)) / (shape(above) - shape(below))
+    return a + max(b - a, 0.0) * part

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from ds4flow.gguf import TensorInfo
 from ds4flow.model.config import ModelConfig
 
 OUTPUT = "output"
@@ -66,8 +65,24 @@ def distinct_experts(experts: int, used: int, rows: int) -> float:
     return experts * (1.0 - (1.0 - used / experts) ** rows)
 
 
+class Stored(Protocol):
+    """A weight as stored: a tensor of a file's header, or a loaded one."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape in torch order."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored form."""
+
+
 def weight_traffic(
-    tensors: Iterable[TensorInfo], config: ModelConfig, *, rows: int = 1, indexer: bool = True
+    tensors: Iterable[Stored], config: ModelConfig, *, rows: int = 1, indexer: bool = True
 ) -> Traffic:
     """Weight bytes that a pass of `rows` rows reads of the given tensors.
 

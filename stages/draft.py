@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from ds4flow.depth import AUTO_DEPTH_MAX, DepthPolicy
+from ds4flow.depth import AUTO_DEPTH_MAX, DepthPolicy, Prior
 from ds4flow.errors import Ds4FlowError, UsageError
 from ds4flow.oracle import Oracle, check_rates
 from ds4flow.pipeline import Fresh, Stage, State
@@ -80,9 +80,11 @@ class Drafter(NoDrafter):
 
     kind = "custom"
 
-    def __post_init__(self) -> None:
+    def prepare(self, state: State) -> None:
+        """Make the policy, which expects costs by the bytes that the model reads."""
+        super().prepare(state)
         if self.depth == "auto":
-            self.policy = DepthPolicy(AUTO_DEPTH_MAX)
+            self.policy = DepthPolicy(AUTO_DEPTH_MAX, Prior.of(state.model))
 
     def run(self, state: State) -> None:
         """Propose up to the clamped depth."""
@@ -266,7 +268,6 @@ class OracleDrafter(MtpDrafter):
     reads = (*MtpDrafter.reads, "logits")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_rates(self.accept)
 
     def prepare(self, state: State) -> None:

@@ -118,6 +118,9 @@ class FakeMtp:
 
     reach = 1 << 20  # its steps look at every row
 
+    def weight_bytes(self) -> float:
+        return 5.0
+
     def step(
         self,
         streams: torch.Tensor,
@@ -178,6 +181,9 @@ class FakeModel:
         for i, token in enumerate(tokens):
             cache.rows[cache.length + i] = token
         return self.streams_of([(*before, *tokens[: i + 1]) for i in range(len(tokens))])
+
+    def weight_bytes(self, rows: int) -> float:
+        return 90.0 + 10.0 * rows
 
     def logits(self, streams: torch.Tensor) -> torch.Tensor:
         rows = torch.zeros(len(streams), VOCAB)

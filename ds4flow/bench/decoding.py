@@ -12,7 +12,7 @@ from ds4flow.bench.peer import Peer, PeerRun
 from ds4flow.bench.results import PeerResult, SpeculationResult
 from ds4flow.bench.samples import Samples, interleave, samples
 from ds4flow.bench.settings import Say, Settings, check_context, quiet
-from ds4flow.depth import AUTO_DEPTH_MAX, DepthPolicy
+from ds4flow.depth import AUTO_DEPTH_MAX, DepthPolicy, Prior
 from ds4flow.oracle import Oracle
 from ds4flow.traffic import selects, weight_traffic
 
@@ -83,7 +83,7 @@ def measure_decoding(
         if check:
             say(f"comparing {arm.name} with greedy")
             found = [
-                same_bits(engine.model, start, settings.tokens, drafter, _depth(arm))
+                same_bits(engine.model, start, settings.tokens, drafter, _depth(engine, arm))
                 for start, drafter in zip(starts, drafters, strict=True)
             ]
             tokens_, logits_, state_ = zip(*found, strict=True)
@@ -113,13 +113,15 @@ def _speculate(
 ) -> Run:
     model, count = engine.model, settings.tokens
     return _together(
-        speculative(model, start, count, drafter, _depth(arm), clock=settings.now)
+        speculative(model, start, count, drafter, _depth(engine, arm), clock=settings.now)
         for start, drafter in zip(starts, drafters, strict=True)
     )
 
 
-def _depth(arm: Arm) -> int | DepthPolicy:
-    return DepthPolicy(AUTO_DEPTH_MAX) if arm.depth is None else arm.depth
+def _depth(engine: Engine, arm: Arm) -> int | DepthPolicy:
+    if arm.depth is not None:
+        return arm.depth
+    return DepthPolicy(AUTO_DEPTH_MAX, Prior.of(engine.model))
 
 
 def _drafter(engine: Engine, arm: Arm, start: Start, recorded: Sequence[int]) -> Drafter:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from ds4flow.kernels.interface import Kernels, LayerRows
 from ds4flow.model.rope import Rope
 from ds4flow.model.weights import LayerWeights
+from ds4flow.quants import QTensor
 
 
 def attention(
@@ -34,6 +35,20 @@ def attention(
         selected = kernels.index_topk(x, low_rank, layer.indexer, rows.index, rope, start)
     heads = kernels.attend(q, layer, rows, rope, start, selected)
     return kernels.attention_output(heads, layer)
+
+
+def layer_matrices(layer: LayerWeights) -> Iterator[QTensor]:
+    """The weights of a layer that enter a matrix product."""
+    yield from (layer.hc_attn.fn, layer.hc_ffn.fn)
+    yield from (layer.q_a, layer.q_b, layer.kv, layer.out_a, layer.out_b)
+    moe = layer.moe
+    yield from (moe.router, moe.gate, moe.up, moe.down)
+    yield from (moe.shared_gate, moe.shared_up, moe.shared_down)
+    for compressor in (layer.compressor, layer.indexer and layer.indexer.compressor):
+        if compressor:
+            yield from (compressor.kv, compressor.gate)
+    if layer.indexer:
+        yield from (layer.indexer.q_b, layer.indexer.proj)
 
 
 def layer_forward(

@@ -6,16 +6,18 @@ predicts the token at q+1. Row 0 has no predecessor and gets zero streams.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from ds4flow.kernels.interface import Cache, Kernels
 from ds4flow.model.config import ModelConfig
 from ds4flow.model.head import check_logits, head_logits
-from ds4flow.model.layer import layer_forward
+from ds4flow.model.layer import layer_forward, layer_matrices
 from ds4flow.model.rope import Rope
 from ds4flow.model.weights import MtpWeights, TrunkWeights
+from ds4flow.quants import QTensor
+from ds4flow.traffic import weight_traffic
 
 MEMO_TOKENS = 512  # tokens whose projected embedding is kept
 MEMO_ROWS = 16  # a pass of more rows than this is a prompt, whose tokens are not looked up
@@ -52,6 +54,19 @@ class MtpBlock:
     def reach(self) -> int:
         """How many rows before its own a draft can see, its own included."""
         return self.config.window
+
+    def matrices(self) -> Iterator[QTensor]:
+        """Its weights that enter a matrix product, without an output matrix that is the trunk's."""
+        weights = self.weights
+        yield from (weights.e_proj, weights.h_proj, weights.head.hc.fn)
+        yield from layer_matrices(weights.layer)
+        if weights.output is not None:
+            yield weights.output
+
+    def weight_bytes(self) -> float:
+        """Bytes of the matrices that one draft step reads, output included."""
+        read = {id(matrix): matrix for matrix in (*self.matrices(), self.output)}
+        return weight_traffic(read.values(), self.config).total
 
     def _join(self, streams: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
         """Input streams `[M, N, D]` of the block from the paired streams and tokens."""

@@ -18,13 +18,14 @@ from ds4flow.kernels.interface import Cache, Kernels
 from ds4flow.kernels.reference import ReferenceKernels
 from ds4flow.model.config import ModelConfig
 from ds4flow.model.head import head_logits
-from ds4flow.model.layer import layer_forward
+from ds4flow.model.layer import layer_forward, layer_matrices
 from ds4flow.model.mtp import MtpBlock
 from ds4flow.model.profile import Profile, find_profile
 from ds4flow.model.rope import Rope
 from ds4flow.model.transfer import on_device, report_progress
 from ds4flow.model.weights import MtpWeights, TrunkWeights, load_mtp, load_trunk
 from ds4flow.quants import QTensor
+from ds4flow.traffic import weight_traffic
 
 
 def _cpu_kernels(config: ModelConfig, profile: Profile, activations: str = "f32") -> Kernels:
@@ -145,25 +146,19 @@ class Model:
 
     def matrices(self) -> Iterator[QTensor]:
         """Every weight that enters a matrix product, MTP included; the embedding is none."""
-        layers = list(self.weights.layers)
+        yield from self._trunk_matrices()
+        if self.mtp is not None:
+            yield from self.mtp.matrices()
+
+    def _trunk_matrices(self) -> Iterator[QTensor]:
         yield self.weights.output
         yield self.weights.head.hc.fn
-        if self.mtp is not None:
-            layers.append(self.mtp.weights.layer)
-            yield self.mtp.weights.e_proj
-            yield self.mtp.weights.h_proj
-            yield self.mtp.weights.head.hc.fn
-        for layer in layers:
-            yield from (layer.hc_attn.fn, layer.hc_ffn.fn)
-            yield from (layer.q_a, layer.q_b, layer.kv, layer.out_a, layer.out_b)
-            moe = layer.moe
-            yield from (moe.router, moe.gate, moe.up, moe.down)
-            yield from (moe.shared_gate, moe.shared_up, moe.shared_down)
-            for compressor in (layer.compressor, layer.indexer and layer.indexer.compressor):
-                if compressor:
-                    yield from (compressor.kv, compressor.gate)
-            if layer.indexer:
-                yield from (layer.indexer.q_b, layer.indexer.proj)
+        for layer in self.weights.layers:
+            yield from layer_matrices(layer)
+
+    def weight_bytes(self, rows: int) -> float:
+        """Bytes of the matrices that a pass of `rows` rows reads (`ds4flow.traffic`)."""
+        return weight_traffic(self._trunk_matrices(), self.config, rows=rows).total
 
     def rope(self, ratio: int) -> Rope:
         """The rotary table of layers with compression `ratio`."""
