@@ -75,7 +75,8 @@ class LoadGguf(Stage):
 
     def share_key(self) -> object:
         """What the model depends on: not on the prompt, nor on how many drafts if there are any."""
-        kept = [item.name for item in fields(self) if item.name not in _PER_PROMPT]
+        keys = [item.name for item in fields(self) if item.init]
+        kept = [name for name in keys if name not in _PER_PROMPT]
         drafts = (self.draft != 0, self.lossless or self._sampling().greedy)
         return type(self), *drafts, *(getattr(self, name) for name in kept)
 

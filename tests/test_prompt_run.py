@@ -86,6 +86,7 @@ TEXTS = ("def a(x):", "QQQQ", "for i in range(10):\n    print(i)\n", "z")
         ("mtp.draft=2", "mtp.margin=0.2"),
         ("pipeline=greedy", "mtp.full_logits=true"),
         ("pipeline=parity", "mtp.draft=2"),
+        ("pipeline=graph", "mtp.draft=2"),
         ("mtp.draft=2", "check=state", "mtp.keep_accepted=true"),
     ],
     ids=lambda words: " ".join(words),
