@@ -39,6 +39,7 @@ class FlagKey(NamedTuple):
 FLAGS = (
     FlagKey(("-p", "--prompt"), "prompt", "TEXT", "Text to continue, taken literally."),
     FlagKey(("--prompt-file",), "prompt_file", "FILE", "Read the prompt from a UTF-8 file."),
+    FlagKey(("--prompts",), "prompts", "FILE", "Run a set of prompts, JSON lines, in one load."),
     FlagKey(("--model",), "model.path", "FILE", "Main GGUF file; selects model=file."),
     FlagKey(("--mtp",), "model.mtp_path", "FILE", "GGUF file with the MTP block."),
     FlagKey(("-n", "--max-tokens"), "commit.max_tokens", "N", "Tokens to generate at most."),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ds4flow.metrics import DEFINITIONS, Counts, ratio, repetition
 from ds4flow.prompt_set import Prompt
 from ds4flow.runs.record import Run
+from ds4flow.runs.sets import COLUMNS, category_rows
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -200,40 +201,18 @@ def line(outcome: Outcome) -> str:
 
 
 def table(result: SetResult) -> Table:
-    """A row for each category, and one for all; `length` is the mean acceptance length.
-
-    The number beside a relaxed identity is that of tokens that were not the target's choice.
-    """
+    """A row for each category, and one for all."""
     from rich.table import Table
 
     shown = Table(box=None, pad_edge=False, collapse_padding=True)
-    shown.add_column("category", overflow="fold", min_width=len("category"))
-    for column in ("prompts", "tokens", "tokens/s", "accepted", "drafts", "length", "repeated"):
+    shown.add_column(COLUMNS[0], overflow="fold", min_width=len(COLUMNS[0]))
+    for column in COLUMNS[1:-1]:
         shown.add_column(column, justify="right", no_wrap=True)
-    shown.add_column("identity", no_wrap=True)
-    for name, figures in result.categories.items():
-        shown.add_row(name, *_cells(figures, len(result.of_category(name))))
-    shown.add_section()
-    shown.add_row("total", *_cells(result.total, len(result.outcomes)), style="bold")
+    shown.add_column(COLUMNS[-1], no_wrap=True)
+    for row in category_rows(result.summary()):
+        shown.add_row(*row)
+    shown.rows[-1].style = "bold"
     return shown
-
-
-def _cells(figures: Figures, prompts: int) -> list[str]:
-    summary, counts = figures.summary(), figures.counts
-    identity = figures.identity if figures.prompts else "-"
-    if counts.relaxed:
-        identity += f" ({counts.relaxed})"
-    done = str(prompts) if figures.prompts == prompts else f"{figures.prompts} of {prompts}"
-    return [
-        done,
-        str(counts.output),
-        _number(summary["tokens_per_second"], ".1f"),
-        _number(summary["draft_acceptance_rate"], ".1%"),
-        str(counts.drafted),
-        _number(summary["mean_acceptance_length"], ".2f"),
-        _number(ratio(figures.repeated, counts.output), ".0%"),
-        identity,
-    ]
 
 
 def _number(value: float | None, form: str) -> str:

@@ -334,7 +334,7 @@ def test_relaxed_arms_may_differ_and_say_so() -> None:
     assert " in prompt " in found.stdout
 
 
-def test_an_arm_without_drafts_loads_no_block_that_drafts(
+def test_report_39_an_arm_without_drafts_loads_no_block_that_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     blocks: list[bool] = []

@@ -14,18 +14,13 @@ from ds4flow.errors import UsageError
 from ds4flow.metrics import repetition
 from ds4flow.runs.compare import CONDITIONS, Difference, first_difference
 from ds4flow.runs.record import Run
+from ds4flow.runs.sets import parts
 
 RATE = "tokens_per_second"
 METHOD = "order statistics of the pairs' ratios; holds their median whatever their distribution"
 SURE = 0.9  # coverage from which the interval may carry a verdict
 ENOUGH = 6  # pairs from which the interval covers 95%
 ALLOWABLE = ("weights", "prompts", "machine")
-
-
-def parts(run: Run) -> dict[str, Run]:
-    """The prompts of a set's run by id; a run of one prompt is its only part."""
-    found = [Run.open(path) for path in sorted(run.path.glob("prompt-*")) if path.is_dir()]
-    return {str(one.facts.get("prompt_id")): one for one in found} or {"": run}
 
 
 def conditions(run: Run) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ds4flow.runs.record import Run, label
 from ds4flow.runs.screen import console, print_table, short, shown
+from ds4flow.runs.sets import parts
 from ds4flow.runs.show import METRICS
 
 _BEFORE, _AFTER = 24, 8  # tokens shown around a difference
@@ -169,12 +170,35 @@ def _print_difference(first: Run, second: Run, name: str, other: str) -> None:
     if first.prompt_tokens and second.prompt_tokens and first.prompt_tokens != second.prompt_tokens:
         out.print(f"{other}: another prompt than {name}, so the outputs are not compared")
         return
+    ours, theirs = parts(first), parts(second)
+    if "" not in ours or "" not in theirs:
+        _print_parts(ours, theirs, name, other)
+        return
     found = first_difference(first, second)
     if found is None:
         out.print(f"{other}: the same {len(first.tokens)} output tokens as {name}")
         return
     for line in difference_lines(found, name, other):
         out.print(line, soft_wrap=True)
+
+
+def _print_parts(ours: dict[str, Run], theirs: dict[str, Run], name: str, other: str) -> None:
+    """How the prompts of two sets compare; those that only one of them has are counted."""
+    out = console()
+    both = [key for key in ours if key in theirs]
+    alone = len(ours) + len(theirs) - 2 * len(both)
+    if alone:
+        out.print(f"{other}: {alone} prompts are in one of the sets only")
+    same = 0
+    for key in both:
+        if ours[key].prompt_tokens != theirs[key].prompt_tokens:
+            out.print(f"{other}/{key}: another prompt than in {name}, so it is not compared")
+        elif (found := first_difference(ours[key], theirs[key])) is None:
+            same += 1
+        else:
+            for line in difference_lines(found, f"{name}/{key}", f"{other}/{key}"):
+                out.print(line, soft_wrap=True)
+    out.print(f"{other}: the same output tokens as {name} in {same} of {len(both)} prompts")
 
 
 def difference_lines(found: Difference, name: str, other: str) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ds4flow.runs.record import Run, label
 from ds4flow.runs.screen import console, print_table, shown
+from ds4flow.runs.sets import COLUMNS, category_rows
 
 METRICS = (
     "output_tokens",
@@ -51,6 +52,14 @@ def show_run(run: Run, root: Path, *, as_json: bool) -> None:
             [(k, shown(run.summary.get(k), k), definitions.get(k, "")) for k in METRICS],
             left=3,
         )
+    by_category = category_rows(run.summary)
+    if by_category:
+        out.print()
+        print_table(COLUMNS, by_category)
+        for warning in run.summary.get("warnings", ()):
+            out.print(f"note: {warning}", soft_wrap=True)
+        out.print("\neach prompt lies in a directory of its own: ds4flow runs ls --prompts")
+        return
     for title, text in (("prompt", run.prompt), ("text", run.text)):
         out.print(f"\n{title}:")
         out.print(_cut(text) if text else "(none)", soft_wrap=True)
