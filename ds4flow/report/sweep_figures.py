@@ -1,18 +1,23 @@
 """The figures of a sweep: what each swept value does to speed, acceptance and exactness.
 
-A cell or point that several jobs share shows their median.
+A cell or point that several jobs share shows their median. Jobs with different weights, prompts or
+machines are never put together: they get figures of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 from ds4flow.report.figure import Axis, Chart, Figure, Heatmap, Layer, Table
+from ds4flow.runs.compare import CONDITIONS
 from ds4flow.runs.record import Run
 from ds4flow.runs.sweep import Job, Sweep
+
+SUBJECT = ("weights", "prompt", "machine")
+"""Conditions without which speeds have nothing to do with each other; of runs.compare."""
 
 DEPTH, MARGIN = "mtp.draft", "mtp.margin"
 
@@ -34,6 +39,11 @@ class Done:
         return float(value) if isinstance(value, int | float) else None
 
     @property
+    def subject(self) -> str:
+        """What ran where: weights, prompt and machine, as a text to compare."""
+        return repr([CONDITIONS[name](self.run) for name in SUBJECT])
+
+    @property
     def exact(self) -> bool:
         """Whether its text is that of plain greedy decoding."""
         return self.run.facts.get("identity") == "exact"
@@ -53,7 +63,10 @@ def done_jobs(sweep: Sweep) -> list[Done]:
 
 @dataclass(frozen=True)
 class Grid:
-    """Finished jobs by the values of one or two swept keys; `row_key` is empty for one."""
+    """Finished jobs by the values of one or two swept keys; `row_key` is empty for one.
+
+    `name` tells the grids of a sweep apart that had to be split.
+    """
 
     column_key: str
     row_key: str
@@ -61,6 +74,7 @@ class Grid:
     rows: Sequence[str]
     done: Sequence[Done]
     others: Sequence[str]
+    name: str = ""
 
     @classmethod
     def of(cls, sweep: Sweep) -> Grid | None:
@@ -82,6 +96,28 @@ class Grid:
             [key for key in left if key != down],
         )
 
+    def apart(self) -> list[Grid]:
+        """This grid, or one for each subject where jobs of different subjects share a cell."""
+        cells = [self.cell(row, column) for row in self.rows for column in self.columns]
+        if all(len({one.subject for one in cell}) <= 1 for cell in cells):
+            return [self]
+        groups: dict[str, list[Done]] = {}
+        for one in self.done:
+            groups.setdefault(one.subject, []).append(one)
+        grids = []
+        for number, group in enumerate(groups.values(), 1):
+            common = [
+                f"{key}={group[0].job.values[key]}"
+                for key in self.others
+                if len({one.job.values.get(key) for one in group}) == 1
+            ]
+            varied = [
+                key for key in self.others if f"{key}={group[0].job.values[key]}" not in common
+            ]
+            name = ", ".join(common) or f"group {number}"
+            grids.append(replace(self, done=group, others=varied, name=name))
+        return grids
+
     def cell(self, row: str, column: str) -> list[Done]:
         """The finished jobs of one pair of values."""
         return [
@@ -95,8 +131,17 @@ class Grid:
 def sweep_figures(sweep: Sweep) -> list[Figure]:
     """All figures of a sweep; empty when no key varies."""
     grid = Grid.of(sweep)
-    if grid is None:
-        return []
+    grids = [] if grid is None else grid.apart()
+    if len(grids) == 1:
+        return _figures(grids[0])
+    return [
+        replace(figure, slug=f"{figure.slug}-{number}", title=f"{figure.title}, {one.name}")
+        for number, one in enumerate(grids, 1)
+        for figure in _figures(one)
+    ]
+
+
+def _figures(grid: Grid) -> list[Figure]:
     speed = _lines(
         grid,
         ("speed", "Speed"),

@@ -9,7 +9,8 @@ from typing import Any
 from ds4flow.metrics import DEFINITIONS
 from ds4flow.report.prompt_set import identity_of, number
 from ds4flow.report.render import command_line, config_rows, drawn, flat_facts, plain, render
-from ds4flow.report.sweep_figures import DEPTH, Done, done_jobs, sweep_figures
+from ds4flow.report.sweep_figures import DEPTH, SUBJECT, Done, done_jobs, sweep_figures
+from ds4flow.runs.compare import other_conditions
 from ds4flow.runs.record import ROOT, label
 from ds4flow.runs.sweep import Job, Sweep
 
@@ -58,34 +59,46 @@ def _notes(sweep: Sweep, done: list[Done]) -> list[str]:
         notes.append(
             f"{missing} of {len(sweep.jobs)} jobs have no result; the charts leave them out."
         )
-    texts = {str(one.run.facts.get("host")) for one in done}
-    if len(texts) > 1:
-        notes.append(f"Jobs ran on {len(texts)} machines; their speeds do not compare.")
+    different = _different(done)
+    if different:
+        notes.append(
+            f"The jobs differ in {' and '.join(different)}: no fastest one is named, and numbers "
+            "of different ones are not put together."
+        )
     return notes
+
+
+def _different(done: list[Done]) -> list[str]:
+    """The conditions that are not the same in all jobs, so that their speeds do not compare."""
+    found = other_conditions([one.run for one in done]) if done else []
+    return [name for name in found if name in SUBJECT]
 
 
 def _tiles(sweep: Sweep, done: list[Done]) -> list[tuple[str, str, str]]:
     """The fastest jobs, and what they gain over plain greedy decoding where that was swept too."""
+    count = ("jobs done", f"{len(sweep.with_status('done'))} of {len(sweep.jobs)}", "")
+    if _different(done):
+        return [count]
 
     def speed(one: Done) -> float:
         return one.number("tokens_per_second") or 0.0
 
     timed = [one for one in done if speed(one)]
+    exact = [one for one in timed if one.exact]
     plain_jobs = [one for one in timed if one.run.config.get(DEPTH) == 0]
     greedy = median(map(speed, plain_jobs)) if plain_jobs else None
 
-    def tile(words: str, one: Done | None) -> tuple[str, str, str]:
-        if one is None:
+    def tile(words: str, jobs: list[Done]) -> tuple[str, str, str]:
+        if not jobs:
             return words, "-", "no such job has finished"
-        where = ", ".join(f"{key}={value}" for key, value in one.job.values.items())
-        gain = f"; {speed(one) / greedy:.2f} times greedy" if greedy else ""
-        return words, f"{speed(one):.1f}", f"job {one.job.number}: {where}{gain}"
+        best = max(jobs, key=speed)
+        where = ", ".join(f"{key}={value}" for key, value in best.job.values.items())
+        gain = f"; {speed(best) / greedy:.2f} times greedy" if greedy else ""
+        return words, f"{speed(best):.1f}", f"job {best.job.number}: {where}{gain}"
 
     return [
-        tile(
-            "fastest exact, tokens/s", max((o for o in timed if o.exact), key=speed, default=None)
-        ),
-        tile("fastest of all, tokens/s", max(timed, key=speed, default=None)),
+        tile("fastest exact, tokens/s", exact),
+        tile("fastest of all, tokens/s", timed),
         (
             "greedy, tokens/s",
             "-" if greedy is None else f"{greedy:.1f}",
@@ -93,7 +106,7 @@ def _tiles(sweep: Sweep, done: list[Done]) -> list[tuple[str, str, str]]:
             if greedy
             else f"no job had {DEPTH}=0, so nothing is compared with greedy",
         ),
-        ("jobs done", f"{len(sweep.with_status('done'))} of {len(sweep.jobs)}", ""),
+        count,
     ]
 
 

@@ -145,3 +145,27 @@ def test_the_command_takes_a_sweep(folder: Path, monkeypatch: pytest.MonkeyPatch
 def test_values_are_in_order_of_size() -> None:
     values = ["auto", "10", "2", "0.5", "1.0"]
     assert sorted(values, key=value_order) == ["0.5", "1.0", "2", "10", "auto"]
+
+
+def test_jobs_with_different_prompts_are_not_put_together(tmp_path: Path) -> None:
+    jobs = [
+        {"prompt": text, "mtp.draft": d, "mtp.margin": m}
+        for text in ('"one"', '"two"')
+        for d in ("0", "1")
+        for m in ("1.0", "0.5")
+    ]
+    folder = make(tmp_path / "sweep", jobs)
+    for number in range(8):
+        (folder / str(number) / "prompt.txt").write_text("one" if number < 4 else "two")
+    path = folder / "5" / "summary.json"
+    write_json(path, {**json.loads(path.read_text()), "tokens_per_second": 5.0})
+    found = figures(folder)
+    assert found["surface-1"].values == [[100.0, 200.0], [200.0, 400.0]]
+    assert found["surface-2"].values == [[100.0, 200.0], [5.0, 400.0]]
+    assert found["surface-1"].title == 'Tokens per second, prompt="one"'
+    page = Page(sweep_page(Sweep.open(folder)))
+    assert "The jobs differ in prompt: no fastest one is named" in page.source
+    tiles = [element.text for element in page.all("div") if "tile" in element.classes]
+    assert tiles == ["jobs done8 of 8"]
+    ids = [element.attributes["id"] for element in page.elements if "id" in element.attributes]
+    assert len(ids) == len(set(ids))
