@@ -21,7 +21,6 @@ import torch
 from ds4flow.cache import KVCache
 from ds4flow.gguf import GgufFile
 from ds4flow.graph import DecodeGraph
-from ds4flow.kernels.gpu.rehearsal import FLASH, Synthesis, shortened
 from ds4flow.kernels.interface import Kernels
 from ds4flow.kernels.reference import ReferenceKernels
 from ds4flow.model.config import ModelConfig
@@ -29,6 +28,8 @@ from ds4flow.model.profile import find_profile
 from ds4flow.model.trunk import Model
 from ds4flow.model.weights import TrunkWeights
 from ds4flow.speculate import argmax
+from ds4flow.synth.presets import FLASH
+from ds4flow.synth.rehearsal import Synthesis, shortened
 
 GOLDEN = Path(__file__).parent.parent / "tests" / "data" / "golden"
 NAMES = ("tiny-f32", "tiny-iq2", "tiny-q4k")

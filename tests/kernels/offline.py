@@ -22,10 +22,11 @@ from triton.compiler import ASTSource
 from ds4flow.cache import KVCache
 from ds4flow.kernels.gpu.backend import GpuKernels
 from ds4flow.kernels.gpu.launch import Options
-from ds4flow.kernels.gpu.rehearsal import FLASH, Synthesis, shortened
 from ds4flow.model.layer import layer_forward
 from ds4flow.model.profile import find_profile
 from ds4flow.model.rope import Rope
+from ds4flow.synth.presets import FLASH
+from ds4flow.synth.rehearsal import Synthesis, shortened
 
 SHARED_LIMIT = 232448  # bytes that one block may use on sm_90
 MATRIX_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
@@ -145,6 +146,7 @@ def main() -> None:
     compiler = Compiler(int(sys.argv[1]), sys.argv[2:])
     step(compiler, "q2", "official", 3)
     step(compiler, "q4", "plain", 1)
+    step(compiler, "mxfp4", "plain", 1)
     for failure in compiler.failures:
         print(failure, file=sys.stderr)
     print(json.dumps(list(compiler.results.values())))

@@ -75,7 +75,7 @@ def test_every_launch_of_a_flash_step_compiles(arch, tmp_path):
     types = {r["constants"]["TYPE"] for r in results if r["kernel"] == "linear"}
     assert types == {"F16", "F32", "Q8_0"}
     experts = {r["constants"]["GATE"] for r in results if r["kernel"] == "experts_in"}
-    assert experts == {"IQ2_XXS", "Q4_K"}
+    assert experts == {"IQ2_XXS", "Q4_K", "MXFP4"}
     for result in results:
         if result["kernel"] in ("linear", "experts_in", "experts_out", "attend_parts"):
             assert result["mma"] > 0

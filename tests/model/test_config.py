@@ -15,6 +15,7 @@ from ds4flow.errors import ModelFileError
 from ds4flow.gguf import GgufFile, TensorInfo
 from ds4flow.model.config import ModelConfig
 from ds4flow.model.slots import layer_slots, trunk_slots
+from ds4flow.synth.presets import FLASH
 from tests.gguf_files import As, write
 
 PRE = "deepseek4."
@@ -190,6 +191,10 @@ def flash() -> ModelConfig:
             "hash_layer_count": 3,
         }
     )
+
+
+def test_the_flash_that_synth_makes_is_that_of_the_metadata():
+    assert flash() == FLASH
 
 
 def test_flash_needs_exactly_the_published_tensors():

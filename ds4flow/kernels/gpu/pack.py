@@ -13,9 +13,10 @@ import torch
 from ds4flow.errors import ModelFileError
 from ds4flow.quants import QTensor
 
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_K", "Q2_K", "IQ2_XXS")
-UNIT = {"F32": 32, "F16": 32, "BF16": 32, "Q8_0": 32, "Q4_K": 64, "Q2_K": 128, "IQ2_XXS": 32}
+UNIT = {"F32": 32, "F16": 32, "BF16": 32, "Q8_0": 32, "MXFP4": 32}
+UNIT |= {"Q4_K": 64, "Q2_K": 128, "IQ2_XXS": 32}
 """Weights along a row that a product consumes in one step."""
+TYPES = tuple(UNIT)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +72,9 @@ def pack(weight: QTensor, device: torch.device) -> Planes:
         blocks = raw.reshape(rows, width // 32, 34)
         codes = blocks[..., 2:].contiguous().view(torch.int8)
         scales = blocks[..., :2].contiguous().view(torch.float16)
+    elif weight.type == "MXFP4":
+        blocks = raw.reshape(rows, width // 32, 17)
+        codes, scales = blocks[..., 1:].contiguous(), blocks[..., 0].contiguous()
     elif weight.type == "Q4_K":
         blocks = raw.reshape(rows, width // 256, 144)
         codes, scales = blocks[..., 16:].contiguous(), blocks[..., 4:16].contiguous()

@@ -65,6 +65,24 @@ def _q8_0(acc, x, offset, ok, codes, scales, row, row_ok, unit, K: tl.constexpr,
 
 
 @triton.jit
+def _mxfp4(acc, x, offset, ok, codes, scales, row, row_ok, unit, K: tl.constexpr,
+           DOT: tl.constexpr):  # fmt: skip
+    block = row * (K // 32) + unit
+    lane = tl.arange(0, 32)
+    where = codes + block[None, :] * 16 + (lane % 16)[:, None]
+    pair = tl.load(where, mask=row_ok[None, :], other=0).to(tl.int32)
+    code = (pair >> (4 * (lane // 16))[:, None]) & 15
+    place = code & 7  # 0 1 2 3 4 6 8 12: the doubled E2M1 values
+    value = tl.where(place < 5, place, tl.where(place == 7, 12, 2 * place - 4)).to(tl.float32)
+    w = tl.where(code > 7, -value, value)
+    e = tl.load(scales + block, mask=row_ok, other=0).to(tl.int32)
+    # half of 2 ** (e - 127), which is subnormal below e = 2
+    bits = tl.where(e < 2, 0x200000 << tl.minimum(e, 1), (tl.maximum(e, 1) - 1) << 23)
+    scale = bits.to(tl.float32, bitcast=True)
+    return acc + _dot(_x(x, offset, ok, unit * 32 + lane), w, DOT, False) * scale[None, :]
+
+
+@triton.jit
 def _q4_k(acc, x, offset, ok, codes, scales, factors, row, row_ok, unit, K: tl.constexpr,
           DOT: tl.constexpr):  # fmt: skip
     block = row * (K // 256) + unit // 4
@@ -139,6 +157,8 @@ def accumulate(acc, x, offset, ok, codes, scales, factors, grid, row, row_ok, un
     """
     if TYPE == "Q8_0":
         acc = _q8_0(acc, x, offset, ok, codes, scales, row, row_ok, unit, K, DOT)
+    elif TYPE == "MXFP4":
+        acc = _mxfp4(acc, x, offset, ok, codes, scales, row, row_ok, unit, K, DOT)
     elif TYPE == "Q4_K":
         acc = _q4_k(acc, x, offset, ok, codes, scales, factors, row, row_ok, unit, K, DOT)
     elif TYPE == "Q2_K":

@@ -25,58 +25,20 @@ from ds4flow.model.weights import (
     TrunkWeights,
 )
 from ds4flow.quants import QTensor
-
-FLASH = ModelConfig(
-    layers=43,
-    dim=4096,
-    vocab=129280,
-    streams=4,
-    sinkhorn=20,
-    heads=64,
-    head_dim=512,
-    rope_dim=64,
-    q_rank=1024,
-    groups=8,
-    o_rank=1024,
-    window=128,
-    ratios=(0, 0, *(4 if layer % 2 == 0 else 128 for layer in range(2, 43)), 0),
-    index_heads=64,
-    index_dim=128,
-    top_k=512,
-    experts=256,
-    experts_used=6,
-    experts_shared=1,
-    expert_dim=2048,
-    hash_layers=3,
-    expert_scale=1.5,
-    expert_norm=True,
-    clamp=(10.0,) * 44,
-    clamp_shared=(10.0,) * 44,
-    eps=1e-6,
-    eps_hc=1e-6,
-    rope_base=10000.0,
-    rope_base_compress=160000.0,
-    yarn_factor=16.0,
-    yarn_original=65536,
-    yarn_beta_fast=32.0,
-    yarn_beta_slow=1.0,
-    context_length=1048576,
-)
-"""DeepSeek-V4-Flash."""
+from ds4flow.synth.presets import MTP, Q2, Q4
 
 MIXES: Mapping[str, Mapping[str, str]] = {
-    "q2": {"gate": "IQ2_XXS", "up": "IQ2_XXS", "down": "Q2_K"},
-    "q4": {"gate": "Q4_K", "up": "Q4_K", "down": "Q4_K"},
-    "q8": {"gate": "Q8_0", "up": "Q8_0", "down": "Q8_0"},
+    "q2": {**Q2, **MTP},
+    "q4": {**Q4, **MTP},
+    "mxfp4": {**Q4, **MTP, "gate_up": "MXFP4", "down": "MXFP4"},
+    "q8": {**Q4, **MTP, "gate_up": "Q8_0", "down": "Q8_0", "mtp_experts": "Q8_0"},
 }
-"""Types of the routed experts: the two published files, and one for small dimensions.
-
-All other weights are Q8_0, F16 or F32.
-"""
+"""Weight types by role: the two published files, the experts as they were trained, and one for
+small dimensions."""
 
 _FACTORS = {"Q8_0": (0, 1), "Q4_K": (0, 2), "Q2_K": (80, 2), "IQ2_XXS": (0, 1)}
 """Byte and number of the halves that scale a block."""
-_SPREAD = {"Q8_0": 74.0, "Q4_K": 290.0, "Q2_K": 14.0, "IQ2_XXS": 62.0}
+_SPREAD = {"Q8_0": 74.0, "Q4_K": 290.0, "Q2_K": 14.0, "IQ2_XXS": 62.0, "MXFP4": 5.6}
 """Standard deviation of random codes times their inner scales, roughly."""
 
 
@@ -95,8 +57,7 @@ class Synthesis:
         adopt: Callable[[QTensor], QTensor] | None = None,
     ) -> None:
         self.config = config
-        self.experts = MIXES[mix]
-        self.mtp_experts = MIXES["q8" if mix == "q8" else "q4"]
+        self.types = MIXES[mix]
         self.device = device
         self._adopt = adopt
         self._count = 0
@@ -124,6 +85,9 @@ class Synthesis:
         data = torch.randint(
             0, 256, (blocks, size), dtype=torch.uint8, generator=self._generator, device=self.device
         )
+        if kind == "MXFP4":  # an exponent, of the doubled values
+            data[:, 0] = 128 + round(math.log2(scale / _SPREAD[kind]))
+            return QTensor(name, kind, shape, data.reshape(*shape[:-1], -1))
         at, count = _FACTORS[kind]
         factor = torch.full((blocks, count), scale / _SPREAD[kind], device=self.device).half()
         data[:, at : at + 2 * count] = factor.view(torch.uint8)
@@ -132,9 +96,9 @@ class Synthesis:
     def _ones(self, width: int) -> torch.Tensor:
         return torch.ones(width, device=self.device)
 
-    def hyper(self, *, head: bool, kind: str = "F16") -> HyperWeights:
+    def hyper(self, *, head: bool, mtp: bool = False) -> HyperWeights:
         """A hyper-connection near the identity."""
-        c = self.config
+        c, kind = self.config, self.types["mtp_side" if mtp else "side"]
         mix = c.streams if head else (2 + c.streams) * c.streams
         scale = torch.full((1 if head else 3,), 0.1, device=self.device)
         return HyperWeights(
@@ -142,16 +106,17 @@ class Synthesis:
         )
 
     def _compressor(self, ratio: int, width: int) -> CompressorWeights:
-        line = width * (2 if ratio == 4 else 1)
+        line, side = width * (2 if ratio == 4 else 1), self.types["side"]
         return CompressorWeights(
-            self.matrix("F16", line, self.config.dim),
-            self.matrix("F16", line, self.config.dim),
+            self.matrix(side, line, self.config.dim),
+            self.matrix(side, line, self.config.dim),
             self._normal(ratio, line, scale=0.1),
             self._ones(width),
         )
 
-    def _moe(self, hashed: bool, experts: Mapping[str, str], router: str) -> MoeWeights:
-        c = self.config
+    def _moe(self, hashed: bool, mtp: bool) -> MoeWeights:
+        c, types = self.config, self.types
+        into, out = ("mtp_experts",) * 2 if mtp else ("gate_up", "down")
         table = None
         if hashed:
             shape = (c.vocab, c.experts_used)
@@ -165,26 +130,25 @@ class Synthesis:
             )
         inner = (c.experts, c.expert_dim, c.dim)
         return MoeWeights(
-            router=self.matrix(router, c.experts, c.dim),
+            router=self.matrix(types["mtp_side" if mtp else "side"], c.experts, c.dim),
             bias=None if hashed else self._normal(c.experts, scale=0.1),
             table=table,
-            gate=self.matrix(experts["gate"], *inner),
-            up=self.matrix(experts["up"], *inner),
-            down=self.matrix(experts["down"], c.experts, c.dim, c.expert_dim),
-            shared_gate=self.matrix("Q8_0", c.expert_dim, c.dim),
-            shared_up=self.matrix("Q8_0", c.expert_dim, c.dim),
-            shared_down=self.matrix("Q8_0", c.dim, c.expert_dim),
+            gate=self.matrix(types[into], *inner),
+            up=self.matrix(types[into], *inner),
+            down=self.matrix(types[out], c.experts, c.dim, c.expert_dim),
+            shared_gate=self.matrix(types["dense"], c.expert_dim, c.dim),
+            shared_up=self.matrix(types["dense"], c.expert_dim, c.dim),
+            shared_down=self.matrix(types["dense"], c.dim, c.expert_dim),
         )
 
     def layer(self, index: int, ratio: int, *, hashed: bool, mtp: bool = False) -> LayerWeights:
         """One layer, with the types of the main file or of the MTP file."""
-        c = self.config
-        small = "F32" if mtp else "F16"
+        c, dense, side = self.config, self.types["dense"], self.types["side"]
         indexer = None
         if ratio == 4:
             indexer = IndexerWeights(
-                self.matrix("F16", c.index_heads * c.index_dim, c.q_rank),
-                self.matrix("F16", c.index_heads, c.dim),
+                self.matrix(side, c.index_heads * c.index_dim, c.q_rank),
+                self.matrix(side, c.index_heads, c.dim),
                 self._compressor(4, c.index_dim),
             )
         return LayerWeights(
@@ -192,29 +156,29 @@ class Synthesis:
             ratio=ratio,
             clamp=c.clamp[index],
             clamp_shared=c.clamp_shared[index],
-            hc_attn=self.hyper(head=False, kind=small),
+            hc_attn=self.hyper(head=False, mtp=mtp),
             attn_norm=self._ones(c.dim),
-            q_a=self.matrix("Q8_0", c.q_rank, c.dim),
+            q_a=self.matrix(dense, c.q_rank, c.dim),
             q_a_norm=self._ones(c.q_rank),
-            q_b=self.matrix("Q8_0", c.heads * c.head_dim, c.q_rank),
-            kv=self.matrix("Q8_0", c.head_dim, c.dim),
+            q_b=self.matrix(dense, c.heads * c.head_dim, c.q_rank),
+            kv=self.matrix(dense, c.head_dim, c.dim),
             kv_norm=self._ones(c.head_dim),
             sinks=self._normal(c.heads),
-            out_a=self.matrix("Q8_0", c.groups * c.o_rank, c.head_dim * c.heads // c.groups),
-            out_b=self.matrix("Q8_0", c.dim, c.groups * c.o_rank),
+            out_a=self.matrix(dense, c.groups * c.o_rank, c.head_dim * c.heads // c.groups),
+            out_b=self.matrix(dense, c.dim, c.groups * c.o_rank),
             compressor=self._compressor(ratio, c.head_dim) if ratio else None,
             indexer=indexer,
-            hc_ffn=self.hyper(head=False, kind=small),
+            hc_ffn=self.hyper(head=False, mtp=mtp),
             ffn_norm=self._ones(c.dim),
-            moe=self._moe(hashed, self.mtp_experts if mtp else self.experts, small),
+            moe=self._moe(hashed, mtp),
         )
 
     def trunk(self) -> TrunkWeights:
         """All layers, embedding and head."""
         c = self.config
         return TrunkWeights(
-            embed=self.matrix("F16", c.vocab, c.dim, gain=math.sqrt(c.dim)),
-            output=self.matrix("Q8_0", c.vocab, c.dim),
+            embed=self.matrix(self.types["embed"], c.vocab, c.dim, gain=math.sqrt(c.dim)),
+            output=self.matrix(self.types["output"], c.vocab, c.dim),
             head=HeadWeights(self.hyper(head=True), self._ones(c.dim)),
             layers=tuple(
                 self.layer(i, c.ratio(i), hashed=i < c.hash_layers) for i in range(c.layers)
@@ -225,12 +189,12 @@ class Synthesis:
         """The MTP block in the support file's layout."""
         c = self.config
         return MtpWeights(
-            e_proj=self.matrix("Q8_0", c.dim, c.dim),
-            h_proj=self.matrix("Q8_0", c.dim, c.dim),
+            e_proj=self.matrix(self.types["dense"], c.dim, c.dim),
+            h_proj=self.matrix(self.types["dense"], c.dim, c.dim),
             enorm=self._ones(c.dim),
             hnorm=self._ones(c.dim),
             layer=self.layer(c.layers, c.mtp_ratio, hashed=False, mtp=True),
-            head=HeadWeights(self.hyper(head=True, kind="F32"), self._ones(c.dim)),
+            head=HeadWeights(self.hyper(head=True, mtp=True), self._ones(c.dim)),
             layout="mtp.0",
         )
 
