@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from ds4flow import __version__, commands, completion
-from ds4flow.errors import Ds4FlowError
+from ds4flow.errors import Ds4FlowError, UsageError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -155,7 +155,20 @@ def run(overrides: tuple[str, ...], short_m: str | None, **options: Any) -> None
     multirun = multirun or asks_for_sweep(words, config_dir=config_dir)
     typed = tuple(words)
     words, notices = assemble(words, flags, env.read(), multirun=multirun)
+    if multirun and env.ranks() is not None:
+        raise UsageError(
+            "a sweep cannot run in the processes of torchrun",
+            "give torchrun one run, without several values for a key",
+        )
     words, configs = validate_all(words, config_dir=config_dir, multirun=multirun)
+    arguments = [*showing, *(["--config-dir", config_dir] if config_dir else [])]
+    ranks = env.ranks()
+    if ranks is not None and ranks.rank > 0:
+        from ds4flow.followers import silent
+
+        with silent(ranks.rank) as folder:
+            hand_over([*arguments, *_in_directory(words, folder)])
+        return
     for notice in notices:
         click.echo(notice, err=True)
     if multirun and not showing:
@@ -164,7 +177,7 @@ def run(overrides: tuple[str, ...], short_m: str | None, **options: Any) -> None
         sys.exit(sweeps.start(sweeps.Given(typed, tuple(flags), config_dir), words, configs))
     if not showing:
         words = _with_directory(words, configs[0])
-    hand_over([*showing, *(["--config-dir", config_dir] if config_dir else []), *words])
+    hand_over([*arguments, *words])
 
 
 def _flags(options: dict[str, Any], words: Sequence[str]) -> list[Flag]:
@@ -201,13 +214,17 @@ def _with_directory(words: Sequence[str], first: DictConfig) -> list[str]:
 
     from ds4flow import rundir
     from ds4flow.explain import explained
+
+    with explained():
+        template = str(OmegaConf.select(first, "hydra.run.dir"))
+    return _in_directory(words, str(rundir.allocate(template)))
+
+
+def _in_directory(words: Sequence[str], path: str) -> list[str]:
     from ds4flow.overrides import key_of, quoted
 
     key = "hydra.run.dir"
-    with explained():
-        template = str(OmegaConf.select(first, key))
-    path = rundir.allocate(template)
-    return [word for word in words if key_of(word) != key] + [f"{key}={quoted(str(path))}"]
+    return [word for word in words if key_of(word) != key] + [f"{key}={quoted(path)}"]
 
 
 @main.command("completion")

@@ -29,10 +29,13 @@ class DeviceChoice(NamedTuple):
     why: str
 
 
-def choose(device: str, kernels: str, *, no_gpu: bool = False, graph: bool = False) -> DeviceChoice:
+def choose(
+    device: str, kernels: str, *, no_gpu: bool = False, graph: bool = False, processes: int = 1
+) -> DeviceChoice:
     """Device and kernels for `runtime.device` and `runtime.kernels`, each possibly `auto`.
 
-    `no_gpu` keeps auto on the CPU; with `graph` the kernels must take positions from the device.
+    `no_gpu` keeps auto on the CPU; with `graph` the kernels must take positions from the device,
+    with several `processes` they must be able to share heads and experts.
     Raises UsageError for a pair that contradicts itself, Ds4FlowError for what is not there.
     """
     if no_gpu and device not in ("auto", "cpu"):
@@ -58,7 +61,16 @@ def choose(device: str, kernels: str, *, no_gpu: bool = False, graph: bool = Fal
         choice = choose_device(device)
     if kernels != "auto":
         choice = choice._replace(kernels=kernels)
-    return _fixed(choice, explicit=kernels != "auto") if graph else choice
+    if graph:
+        choice = _fixed(choice, explicit=kernels != "auto")
+    if processes > 1 and choice.kernels in ON_THE_CPU:
+        if kernels != "auto":
+            raise UsageError(
+                f"runtime.kernels={kernels} cannot share a model between {processes} processes",
+                "leave runtime.kernels at auto, or use one process, which has all cores",
+            )
+        choice = choice._replace(kernels="reference")
+    return choice
 
 
 def _triton(device: str, no_gpu: bool) -> DeviceChoice:

@@ -33,6 +33,32 @@ _BOOLEANS = dict.fromkeys(("1", "true", "yes", "on"), "true") | dict.fromkeys(
 )
 
 
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun sets in each process that it starts; torch reads them itself."""
+
+
+class Ranks(NamedTuple):
+    """This process's number below `world`, the number of processes that torchrun started."""
+
+    rank: int
+    world: int
+
+
+def ranks(environ: Mapping[str, str] | None = None) -> Ranks | None:
+    """Which of several processes this is; None for one alone."""
+    environ = os.environ if environ is None else environ
+    if not all(environ.get(name, "").strip() for name in TORCHRUN):
+        return None
+    try:
+        found = Ranks(int(environ["RANK"]), int(environ["WORLD_SIZE"]))
+    except ValueError:
+        raise UsageError(
+            f"RANK={environ['RANK']} and WORLD_SIZE={environ['WORLD_SIZE']} are not numbers",
+            "start several processes with torchrun, or unset these variables",
+        ) from None
+    return found if found.world > 1 else None
+
+
 class Variable(NamedTuple):
     """One variable that is set: its name, the config key, and the value in Hydra's spelling."""
 
@@ -54,11 +80,15 @@ def read(environ: Mapping[str, str] | None = None) -> tuple[Variable, ...]:
                 f"{name} is not a variable of ds4flow",
                 near_match(name, known) or f"use one of {', '.join(known)}",
             )
-    return tuple(
+    found = [
         Variable(name, key, _spelled(name, key, environ[name].strip()))
         for name, key in VARIABLES.items()
         if environ.get(name, "").strip()
-    )
+    ]
+    shared = ranks(environ)
+    if shared is not None:
+        found.append(Variable("WORLD_SIZE", "runtime.tensor_parallel", str(shared.world)))
+    return tuple(found)
 
 
 def _spelled(name: str, key: str, text: str) -> str:

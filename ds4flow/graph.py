@@ -153,7 +153,8 @@ class DecodeGraph:
         self.kernels = kernels
         for ratio in {*model.config.ratios}:
             kernels.reserve(model.rope(ratio), cache.context)
-        self.mode, self.why = _mode(device, eager)
+        shared = hasattr(kernels, "group")
+        self.mode, self.why = _mode(device, eager, shared)
         self.buffers = DecodeBuffers.make(model.config, cache.draft_max + 1, device)
         self._host = torch.zeros_like(self.buffers.report, device="cpu")
         if self.mode == "graph":
@@ -393,9 +394,11 @@ class DecodeGraph:
         return "eos" if int(drafts[alive]) == self.rules.eos else "gate"
 
 
-def _mode(device: torch.device, eager: bool) -> tuple[str, str]:
+def _mode(device: torch.device, eager: bool, shared: bool) -> tuple[str, str]:
     if eager:
         return "eager", "runtime.eager=true asks for it"
+    if shared:
+        return "eager", "the exchange between processes is not captured"
     if device.type != "cuda":
         return "eager", f"graphs are captured on CUDA devices, and the cache lies on {device}"
     return "graph", "captured once per verify width"

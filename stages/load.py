@@ -18,6 +18,7 @@ from ds4flow.device import DeviceChoice, choose
 from ds4flow.errors import Ds4FlowError, UsageError
 from ds4flow.model.config import ModelConfig
 from ds4flow.model.trunk import Model
+from ds4flow.parallel import Group, join
 from ds4flow.pipeline import Stage, State
 from ds4flow.sampling import Sampling
 from ds4flow.tokenizer import ASSISTANT, THINK, USER, Tokenizer
@@ -43,6 +44,7 @@ class LoadGguf(Stage):
     device: str
     kernels: str
     graph: bool
+    tensor_parallel: int
     threads: int
     no_gpu: bool
     uses_mtp: bool
@@ -58,13 +60,23 @@ class LoadGguf(Stage):
     lossless: bool
     system: str
     choice: DeviceChoice = field(init=False)
+    group: Group | None = field(init=False)
 
     reads = ("files", "prompt")
     writes = ("tokenizer", "tokens", "model", "cache", "sampling", "mtp_off", "identity", "runs_on")
 
     def __post_init__(self) -> None:
         # before anything is downloaded or read
-        self.choice = choose(self.device, self.kernels, no_gpu=self.no_gpu, graph=self.graph)
+        self.choice = choose(
+            self.device,
+            self.kernels,
+            no_gpu=self.no_gpu,
+            graph=self.graph,
+            processes=self.tensor_parallel,
+        )
+        self.group = None
+        if self.tensor_parallel > 1:
+            self.group = join(self.tensor_parallel, self.choice.name)
 
     def share(self, state: State) -> None:
         """Set tokenizer and model, for any number of prompts."""
@@ -93,12 +105,15 @@ class LoadGguf(Stage):
         state.cache = self._new_cache(config, torch.device(self.choice.name))
         template = state.tokenizer.chat_template
         state.runs_on = f"{self.choice.name}, {self.choice.kernels} kernels ({self.choice.why})"
+        if self.tensor_parallel > 1:
+            state.runs_on += f", {self.tensor_parallel} processes"
         state.run.record(
             chat=mode,
             chat_template=template and hashlib.sha256(template.encode()).hexdigest(),
             device=self.choice.name,
             kernels=self.choice.kernels,
             device_why=self.choice.why,
+            tensor_parallel=self.tensor_parallel,
             context_limit=context,
             threads=torch.get_num_threads(),
         )
@@ -123,6 +138,7 @@ class LoadGguf(Stage):
             kernels=self.choice.kernels,
             device=torch.device(self.choice.name),
             beside=self._new_cache(config, torch.device("meta")).nbytes,
+            group=self.group,
         )
 
     def _new_cache(self, config: ModelConfig, device: torch.device) -> KVCache:
@@ -142,6 +158,10 @@ class LoadGguf(Stage):
     def _switch_mtp(self, state: State) -> None:
         if self.no_gpu and self.draft != 0:
             state.switch_mtp_off("DS4_NO_GPU (runtime.no_gpu) asks for plain greedy decoding")
+        if self.tensor_parallel > 1 and self.draft != 0 and self.uses_mtp:
+            state.switch_mtp_off(
+                f"tensor parallelism, {self.tensor_parallel} processes share the model"
+            )
 
     def _sampling(self) -> Sampling:
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)

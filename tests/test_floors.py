@@ -17,6 +17,7 @@ FLOORS = (
         "model",
         "kernels",
         "device",
+        "parallel",
         "gguf",
         "gguf_header",
         "model_files",
@@ -43,6 +44,7 @@ FLOORS = (
     {
         "cli",
         "completion",
+        "followers",
         "execute",
         "replay",
         "whatif",

@@ -288,11 +288,15 @@ class ReferenceKernels:
 
     def attention_output(self, heads: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
         """Grouped low-rank output projection of `[M, H, d]`: `[M, D]`."""
+        return self.linear(self._grouped(heads, layer), layer.out_b)
+
+    def _grouped(self, heads: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
+        """Each group's own projection of `[M, H, d]`, side by side: `[M, G * O]`."""
         groups = self.config.groups
         inputs = heads.flatten(1).unflatten(-1, (groups, -1))
         weight = self._dequantised(layer.out_a).unflatten(0, (groups, -1))
         parts = [self._product(inputs[:, g], weight[g]) for g in range(groups)]
-        return self.linear(torch.cat(parts, dim=-1), layer.out_b)
+        return torch.cat(parts, dim=-1)
 
     # --- mixture of experts ----------------------------------------------------------------------
 
@@ -327,6 +331,17 @@ class ReferenceKernels:
         """Routed experts plus the shared expert: `[M, D]`."""
         moe = layer.moe
         chosen, weights = self._route(x, tokens, layer)
+        parts = self._expert_parts(x, chosen, layer)
+        total = self._expert(x, moe.shared_gate, moe.shared_up, moe.shared_down, layer.clamp_shared)
+        for place in range(chosen.shape[1]):
+            total = total + weights[:, place, None] * parts[:, place]
+        return total
+
+    def _expert_parts(
+        self, x: torch.Tensor, chosen: torch.Tensor, layer: LayerWeights
+    ) -> torch.Tensor:
+        """What each chosen expert of each row gives, `[M, used, D]`."""
+        moe = layer.moe
         parts = x.new_empty(*chosen.shape, x.shape[-1])
         for expert in sorted(set(chosen.flatten().tolist())):
             rows, places = torch.nonzero(chosen == expert, as_tuple=True)
@@ -337,10 +352,7 @@ class ReferenceKernels:
                 moe.down.expert(expert),
                 layer.clamp,
             )
-        total = self._expert(x, moe.shared_gate, moe.shared_up, moe.shared_down, layer.clamp_shared)
-        for place in range(chosen.shape[1]):
-            total = total + weights[:, place, None] * parts[:, place]
-        return total
+        return parts
 
 
 def _ids(tokens: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -16,14 +16,17 @@ from ds4flow.gguf import GgufFile
 from ds4flow.kernels.gpu.static import StaticKernels
 from ds4flow.kernels.interface import Cache, Kernels
 from ds4flow.kernels.reference import ReferenceKernels
+from ds4flow.kernels.sharded import sharded_kernels
 from ds4flow.model.config import ModelConfig
 from ds4flow.model.head import head_logits
 from ds4flow.model.layer import layer_forward, layer_matrices
 from ds4flow.model.mtp import MtpBlock
 from ds4flow.model.profile import Profile, find_profile
 from ds4flow.model.rope import Rope
+from ds4flow.model.shard import Shard
 from ds4flow.model.transfer import on_device, report_progress
 from ds4flow.model.weights import MtpWeights, TrunkWeights, load_mtp, load_trunk
+from ds4flow.parallel import Group
 from ds4flow.quants import QTensor
 from ds4flow.traffic import weight_traffic
 
@@ -108,12 +111,14 @@ class Model:
         kernels: str = "reference",
         device: torch.device | None = None,
         beside: int = 0,
+        group: Group | None = None,
     ) -> Model:
         """Bind the tensors of a main file and of an optional MTP file and prepare the kernels.
 
         On a `device` other than the CPU the weights are copied there as stored; `beside` are the
-        bytes that the cache will need there. Raises ModelFileError for what the files lack,
-        UsageError for an unknown profile or backend, Ds4FlowError when it does not all fit.
+        bytes that the cache will need there. In a `group` only this process's heads and experts are
+        kept, and there is no MTP block. Raises ModelFileError for what the files lack, UsageError
+        for an unknown profile or backend, Ds4FlowError when it does not all fit.
         """
         config = ModelConfig.from_gguf(main)
         numerics = find_profile(profile)
@@ -131,7 +136,12 @@ class Model:
         weights = load_trunk(main, config)
         mtp_weights = None if mtp is None else load_mtp(mtp, config, main)
         options = {} if device is None or kernels in ON_THE_CPU else {"device": device}
-        backend = BACKENDS[kernels](config, numerics, **options)
+        if group is None:
+            backend = BACKENDS[kernels](config, numerics, **options)
+        else:
+            shard = Shard(config, group.rank, group.world)
+            weights, mtp_weights = shard.trunk(weights), None
+            backend = sharded_kernels(kernels, numerics, group, shard, device)
         model = cls(config, weights, mtp_weights, numerics, backend)
         matrices = list(model.matrices())
         if device is not None:

@@ -78,7 +78,7 @@ class GpuKernels(MixingKernels):
         """Rotated queries `[M, H, d]` and the low-rank query `[M, Q]`."""
         heads, width = self.config.heads, self.config.head_dim
         low_rank = self.rms_norm(self.linear(x, layer.q_a), layer.q_a_norm)
-        q = self.linear(low_rank, layer.q_b)
+        q = self._product(low_rank, layer.q_b, 1, 1)
         self._launch(
             rows.queries,
             (x.shape[0], heads),
@@ -276,6 +276,9 @@ class GpuKernels(MixingKernels):
 
     def attention_output(self, heads: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
         """Grouped low-rank output projection of `[M, H, d]`: `[M, D]`."""
-        return self.linear(
-            self._product(heads.flatten(1), layer.out_a, self.config.groups), layer.out_b
-        )
+        return self.linear(self._grouped(heads, layer), layer.out_b)
+
+    def _grouped(self, heads: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
+        """Each group's own projection of `[M, H, d]`, side by side: `[M, G * O]`."""
+        groups = self.config.groups
+        return self._product(heads.flatten(1), layer.out_a, groups, groups * self.shares)

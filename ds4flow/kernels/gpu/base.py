@@ -62,6 +62,7 @@ class KernelBase:
             device = _device()
         self.device = device
         self.columns = COLUMNS
+        self.shares = 1  # processes that share the heads
         self._launch = launcher
         self._progress = progress
         # the interpreter's bfloat16 dot is wrong, and AMD's compiler knows no threefold tf32
@@ -139,19 +140,35 @@ class KernelBase:
         """`x [M, in]` times the transposed weight `(out, in)`: `[M, out]`."""
         return self._product(x, weight, 1)
 
-    def _product(self, x: torch.Tensor, weight: QTensor, groups: int) -> torch.Tensor:
-        """`x [M, groups * in]`, group by group, times `weight (groups * out, in)`."""
-        planes = self._planes(weight)
-        count, width = x.shape[0], planes.rows
-        out = width // groups
-        tiles = ceil_div(out, self.columns)
+    def _splits(self, planes: Planes, rows: int, groups: int) -> int:
+        """Parts into which the sums over rows as those of `planes` are split, when there are `rows`
+        of them in `groups`."""
+        tiles = ceil_div(rows // groups, self.columns) * groups
         splits = 1
         while (
-            tiles * groups * splits * 2 <= LAUNCHES
+            tiles * splits * 2 <= LAUNCHES
             and planes.width >= LEAST_SPLIT * splits * 2
             and planes.units >= splits * 2
         ):
             splits *= 2
+        return splits
+
+    def _product(
+        self, x: torch.Tensor, weight: QTensor, groups: int, whole_groups: int | None = None
+    ) -> torch.Tensor:
+        """`x [M, groups * in]`, group by group, times `weight (groups * out, in)`.
+
+        With `whole_groups` the weight is one of `shares` equal parts of a whole with that many
+        groups, and its sums are split as the whole's would be, so that they have its bits.
+        """
+        planes = self._planes(weight)
+        count, width = x.shape[0], planes.rows
+        out = width // groups
+        tiles = ceil_div(out, self.columns)
+        if whole_groups is None:
+            splits = self._splits(planes, width, groups)
+        else:
+            splits = self._splits(planes, width * self.shares, whole_groups)
         x = x.contiguous()
         parts = self._empty(splits, count, width)
         self._launch(

@@ -101,10 +101,27 @@ class MixingKernels(KernelBase):
         self, x: torch.Tensor, tokens: Sequence[int] | torch.Tensor, layer: LayerWeights
     ) -> torch.Tensor:
         """Routed experts plus the shared expert: `[M, D]`."""
-        config, moe, count = self.config, layer.moe, x.shape[0]
+        count, width, used = *x.shape, self.config.experts_used
         x = x.contiguous()
-        used, width = config.experts_used, x.shape[-1]
         ids, weights = self.route(x, tokens, layer)
+        parts = self._expert_parts(x, ids, layer)
+        y = self._empty(count, width)
+        self._launch(
+            products.add_experts,
+            (count, ceil_div(width, 512)),
+            (self._shared(x, layer), parts, weights, y),
+            dict(D=width, USED=used, BLOCK=512),
+            ROW,
+        )
+        return y
+
+    def _expert_parts(
+        self, x: torch.Tensor, ids: torch.Tensor, layer: LayerWeights
+    ) -> torch.Tensor:
+        """What each chosen expert of each row gives, `[M, used, D]`; nothing is written where an
+        id is negative."""
+        moe, count = layer.moe, x.shape[0]
+        used, width = ids.shape[1], x.shape[-1]
         gate, up, down = self._planes(moe.gate), self._planes(moe.up), self._planes(moe.down)
         if gate.units != up.units:
             raise ModelFileError(
@@ -145,15 +162,7 @@ class MixingKernels(KernelBase):
             shape | dict(N=width, K=inner, UNITS=down.units, TYPE=down.type),
             PRODUCT,
         )
-        y = self._empty(count, width)
-        self._launch(
-            products.add_experts,
-            (count, ceil_div(width, 512)),
-            (self._shared(x, layer), parts, weights, y),
-            dict(D=width, USED=used, BLOCK=512),
-            ROW,
-        )
-        return y
+        return parts
 
     def _shared(self, x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
         g, u = self.linear(x, layer.moe.shared_gate), self.linear(x, layer.moe.shared_up)

@@ -91,12 +91,12 @@ def experts_in(x, ids, g_codes, g_scales, g_factors, u_codes, u_scales, u_factor
 
     Grid: tiles of N, (row, slot) pairs of a tile, tiles of 16 rows. Only the first pair that names
     an expert reads it, for all rows of the tile; the others leave at once, and pairs of rows that
-    do not exist are never launched into a read.
+    do not exist are never launched into a read. A negative id is no expert: it lies elsewhere.
     """
     pair, tile = tl.program_id(1), tl.program_id(2)
     if tile * ROWS + pair // USED < M:
         expert = tl.load(ids + tile * ROWS * USED + pair)
-        if _leads(ids, tile, expert, pair, M, USED, PAIRS, ROWS):
+        if (expert >= 0) & _leads(ids, tile, expert, pair, M, USED, PAIRS, ROWS):
             m = tile * ROWS + tl.arange(0, ROWS)
             ok = m < M
             chosen = ok & (_slot_of(ids, m, ok, expert, USED, ROWS) >= 0)
@@ -146,7 +146,7 @@ def experts_out(h, ids, codes, scales, factors, grid, parts, M, N: tl.constexpr,
     pair, tile = tl.program_id(1), tl.program_id(2)
     if tile * ROWS + pair // USED < M:
         expert = tl.load(ids + tile * ROWS * USED + pair)
-        if _leads(ids, tile, expert, pair, M, USED, PAIRS, ROWS):
+        if (expert >= 0) & _leads(ids, tile, expert, pair, M, USED, PAIRS, ROWS):
             m = tile * ROWS + tl.arange(0, ROWS)
             ok = m < M
             slot = _slot_of(ids, m, ok, expert, USED, ROWS)

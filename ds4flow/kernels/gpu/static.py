@@ -236,8 +236,8 @@ class StaticKernels(ReferenceKernels):
         cos, sin = self._turns(rope, start, at)
         return rotate(torch.stack(outputs), cos[:, None], -sin[:, None])
 
-    def _choose(
-        self, x: torch.Tensor, tokens: torch.Tensor, layer: LayerWeights
+    def _route(
+        self, x: torch.Tensor, tokens: Tokens, layer: LayerWeights
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Selected experts and weights `[M, used]`; a score that is not finite makes weights
         NaN."""
@@ -245,7 +245,7 @@ class StaticKernels(ReferenceKernels):
         gates = torch.sqrt(numerics.softplus(self.linear(x, moe.router)))
         biased = gates if moe.bias is None else gates + moe.bias
         if moe.table is not None:
-            chosen = moe.table[tokens].long()
+            chosen = moe.table[self._ids(tokens)].long()
         else:
             order = torch.sort(biased, dim=-1, descending=True, stable=True).indices
             chosen = order[:, : config.experts_used]
@@ -255,12 +255,12 @@ class StaticKernels(ReferenceKernels):
         sound = torch.isfinite(biased).all(-1, keepdim=True)
         return chosen, torch.where(sound, weights * config.expert_scale, torch.nan)
 
-    def moe(self, x: torch.Tensor, tokens: Tokens, layer: LayerWeights) -> torch.Tensor:
-        """Routed experts plus the shared expert: `[M, D]`."""
-        moe, clamp = layer.moe, layer.clamp
-        chosen, weights = self._choose(x, self._ids(tokens), layer)
+    def _expert_parts(
+        self, x: torch.Tensor, chosen: torch.Tensor, layer: LayerWeights
+    ) -> torch.Tensor:
+        """What each chosen expert of each row gives, `[M, used, D]`."""
+        moe, clamp, parts = layer.moe, layer.clamp, []
         gate, up, down = (self._dequantised(w) for w in (moe.gate, moe.up, moe.down))
-        total = self._expert(x, moe.shared_gate, moe.shared_up, moe.shared_down, layer.clamp_shared)
         for place in range(chosen.shape[1]):
             expert = chosen[:, place]
             g = (gate[expert] * x[:, None, :]).sum(-1)
@@ -268,8 +268,8 @@ class StaticKernels(ReferenceKernels):
             if clamp > 1e-6:
                 g, u = g.clamp(max=clamp), u.clamp(-clamp, clamp)
             h = numerics.silu(g) * u
-            total = total + weights[:, place, None] * (down[expert] * h[:, None, :]).sum(-1)
-        return total
+            parts.append((down[expert] * h[:, None, :]).sum(-1))
+        return torch.stack(parts, dim=1)
 
     def top2(self, logits: torch.Tensor) -> Top2:
         """The two largest logits of each row of `[M, V]`."""
