@@ -2,54 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from statistics import fmean
-from typing import Any
 
-from ds4flow.metrics import Costs, Counts, acceptance_for
+from ds4flow.metrics import Counts
+from ds4flow.report.break_even import break_even_figure
 from ds4flow.report.figure import Axis, Chart, Layer, Table
-
-Cycle = Mapping[str, Any]
-
-DECODING = ("draft", "verify", "commit")
-"""The phases that every decoding cycle has; what others took is shown together."""
+from ds4flow.report.totals import DECODING, Cycle, Totals, micros_of
 
 _BINS = 100
 _BIN_CYCLES = 8
 _POINTS = 800
-_CURVES = 4
-_LEAST_CYCLES = 3
-
-
-@dataclass
-class Totals:
-    """Counts and costs of the cycles of a run, counted again from the cycles themselves."""
-
-    counts: Counts = field(default_factory=Counts)
-    costs: Costs = field(default_factory=Costs)
-    committed: dict[int, list[int]] = field(default_factory=dict)  # tokens a cycle, by drafts
-
-    @classmethod
-    def of(cls, cycles: Iterable[Cycle]) -> Totals:
-        """Count `cycles`."""
-        totals = cls()
-        for cycle in cycles:
-            drafted, committed = int(cycle.get("drafted", 0)), len(cycle.get("tokens", ()))
-            totals.counts.add(
-                drafted=drafted,
-                committed=committed,
-                relaxed=int(cycle.get("relaxed", 0)),
-                draft_end=str(cycle.get("draft_end", "")),
-            )
-            totals.costs.add(drafted, sum(micros_of(cycle, name) for name in DECODING))
-            totals.committed.setdefault(drafted, []).append(committed)
-        return totals
-
-
-def micros_of(cycle: Cycle, phase: str) -> int:
-    """Microseconds of one phase of a cycle, 0 when it was not recorded."""
-    return int((cycle.get("micros") or {}).get(phase, 0))
 
 
 def run_figures(cycles: Sequence[Cycle], *, parts: int = 1) -> list[Chart]:
@@ -60,7 +23,7 @@ def run_figures(cycles: Sequence[Cycle], *, parts: int = 1) -> list[Chart]:
         _histogram(totals.counts),
         _phases(cycles),
         _speed(cycles, parts),
-        break_even_figure(totals),
+        break_even_figure(totals, "this run"),
     ]
 
 
@@ -232,85 +195,3 @@ def _speed(cycles: Sequence[Cycle], parts: int) -> Chart:
 def _rate(part: Sequence[Cycle]) -> float:
     tokens = sum(len(cycle["tokens"]) for cycle in part)
     return tokens * 1e6 / max(1, sum(sum(cycle["micros"].values()) for cycle in part))
-
-
-def break_even_figure(totals: Totals) -> Chart:
-    """Acceptance per draft that a cycle of some cost needs, and where this run stands."""
-    plain = totals.costs.median(0)
-    depths = [d for d, all_of in totals.committed.items() if d and len(all_of) >= _LEAST_CYCLES]
-    depths = sorted(sorted(depths, key=lambda d: -len(totals.committed[d]))[:_CURVES])
-    layers, rows = [], []
-    for number, depth in enumerate(depths if plain else ()):
-        drafting = totals.costs.median(depth)
-        assert drafting is not None
-        assert plain is not None
-        cost, mean = drafting / plain, fmean(totals.committed[depth])
-        reached = acceptance_for(mean, depth) or 0.0
-        needed = acceptance_for(cost, depth)
-        shares = [step / 40 for step in range(41)]
-        layers.append(
-            Layer(
-                "line",
-                f"break-even, {depth} draft{'s' * (depth > 1)}",
-                [sum(a**k for k in range(depth + 1)) for a in shares],
-                shares,
-                colour=_CURVE_COLOURS[number],
-            )
-        )
-        note = (
-            f"{depth} drafts: costs {cost:.2f} cycles, commits {mean:.2f} tokens; "
-            + (f"needs {needed:.0%}" if needed is not None else "cannot break even")
-            + f", reached {reached:.0%}"
-        )
-        layers.append(
-            Layer(
-                "points",
-                f"this run, {depth} draft{'s' * (depth > 1)}",
-                [cost],
-                [reached],
-                _CURVE_COLOURS[number],
-                (),
-                [note],
-            )
-        )
-        rows.append(
-            (
-                str(depth),
-                str(len(totals.committed[depth])),
-                f"{cost:.2f}",
-                f"{mean:.2f}",
-                "never" if needed is None else f"{needed:.1%}",
-                f"{reached:.1%}",
-                "yes" if mean >= cost else "no",
-            )
-        )
-    plains = len(totals.committed.get(0, ()))
-    return Chart(
-        "break-even",
-        "Break-even",
-        "How much of each draft must be accepted for a cycle with drafts to pay, by what it costs "
-        "in cycles without. A point above the line of its depth gains time, below it loses. "
-        f"The cost is a ratio of medians; the one without drafts is that of {plains} "
-        f"cycle{'s' * (plains != 1)}.",
-        Axis("cost of a cycle with drafts, in cycles without", low=1.0),
-        Axis("acceptance per draft", low=0.0, high=1.0, percent=True),
-        layers,
-        Table(
-            (
-                "drafts",
-                "cycles",
-                "cost, in cycles without",
-                "tokens committed",
-                "acceptance needed",
-                "acceptance reached",
-                "pays",
-            ),
-            rows,
-        ),
-        missing=""
-        if layers
-        else "Cycles with and without drafts are both needed; mtp.draft=auto has both.",
-    )
-
-
-_CURVE_COLOURS = (0, 1, 2, 3)

@@ -9,7 +9,7 @@ from typing import Any
 from ds4flow.metrics import DEFINITIONS
 from ds4flow.overrides import PROVENANCE, key_of
 from ds4flow.report.figure import Chart
-from ds4flow.report.figures import DECODING, Totals, micros_of, run_figures
+from ds4flow.report.figures import run_figures
 from ds4flow.report.prompt_set import (
     COLUMNS,
     category_figures,
@@ -27,6 +27,7 @@ from ds4flow.report.render import (
     visible,
 )
 from ds4flow.report.tokens import COMMITTED, KINDS, Token, pieces_of, tokens_of
+from ds4flow.report.totals import DECODING, Totals, micros_of
 from ds4flow.runs.record import PROMPTS, ROOT, Run, label, natural
 
 TILES = (

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from ds4flow.report.break_even import break_even_figure
 from ds4flow.report.figure import Axis, Chart, Figure, Heatmap, Layer, Table
+from ds4flow.report.totals import Totals
 from ds4flow.runs.compare import CONDITIONS
 from ds4flow.runs.record import Run
 from ds4flow.runs.sweep import Job, Sweep
@@ -164,6 +166,9 @@ def _figures(grid: Grid) -> list[Figure]:
         ".2f",
     )
     figures: list[Figure] = [speed, acceptance, length]
+    if DEPTH in (grid.column_key, grid.row_key, *grid.others):
+        exact = (cycle for one in grid.done if one.exact for cycle in one.run.cycles())
+        figures.append(break_even_figure(Totals.of(exact), "exact jobs"))
     if grid.row_key and len(grid.columns) <= _MOST_GRID and len(grid.rows) <= _MOST_GRID:
         figures.insert(0, _surface(grid))
     if any(one.lossy_share for one in grid.done):

@@ -169,3 +169,14 @@ def test_jobs_with_different_prompts_are_not_put_together(tmp_path: Path) -> Non
     assert tiles == ["jobs done8 of 8"]
     ids = [element.attributes["id"] for element in page.elements if "id" in element.attributes]
     assert len(ids) == len(set(ids))
+
+
+def test_break_even_takes_its_plain_cycles_from_the_greedy_jobs(folder: Path) -> None:
+    """Two drafts for 1.5 times the time, 2 of 3 tokens committed each time: 1 + a + a*a == 1.5."""
+    for job, drafted, micros in ((0, 0, 1000), (4, 2, 1500)):
+        cycle = {"drafted": drafted, "tokens": [1, 2][: drafted + 1], "micros": {"verify": micros}}
+        (folder / str(job) / "cycles.jsonl").write_text((json.dumps(cycle) + "\n") * 5)
+    figure = figures(folder)["break-even"]
+    assert [row[:2] for row in figure.table.rows] == [("2", "5")]
+    assert figure.table.rows[0][2:] == ("1.50", "2.00", "36.6%", "61.8%", "yes")
+    assert figure.layers[1].name == "exact jobs, 2 drafts"
