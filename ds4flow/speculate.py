@@ -55,8 +55,18 @@ def top_gap(logits: torch.Tensor) -> float:
     return _top_gap(logits.cpu().numpy())
 
 
+def top_two(logits: torch.Tensor) -> tuple[int, float]:
+    """`argmax` and `top_gap` of `logits [V]`."""
+    row = logits.cpu().numpy() if logits.is_cuda else logits.numpy()
+    best = int(row.argmax())  # the first of equals
+    return best, _gap(row, best)
+
+
 def _top_gap(row: np.ndarray) -> float:
-    best = int(row.argmax())
+    return _gap(row, int(row.argmax()))
+
+
+def _gap(row: np.ndarray, best: int) -> float:
     before, after = row[:best].max(initial=-np.inf), row[best + 1 :].max(initial=-np.inf)
     return float(row[best]) - float(max(before, after))
 
@@ -74,7 +84,7 @@ def verify(
     exact = strict or margin >= 1.0
     rows = logits.cpu().numpy()
     choices = rows.argmax(-1).tolist()  # the first of equals
-    gaps = tuple(_top_gap(row) for row in rows)
+    gaps = tuple(_gap(row, best) for row, best in zip(rows, choices, strict=True))
     ratios: list[float] = []
     relaxed = 0
     reason = "full" if drafts else "none"

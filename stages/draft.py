@@ -18,7 +18,7 @@ from ds4flow.errors import Ds4FlowError, UsageError
 from ds4flow.oracle import Oracle, check_rates
 from ds4flow.pipeline import Fresh, Stage, State
 from ds4flow.sampling import draw_draft
-from ds4flow.speculate import Draft, argmax, top_gap
+from ds4flow.speculate import Draft, argmax, top_two
 
 FEW_ROWS = 17
 """Stale rows of a cycle that drafted as deep as it can: more are the backlog of a pause."""
@@ -200,8 +200,7 @@ class MtpDrafter(Drafter):
             stale = None
             self.written += 1
             self.steps = self.written
-            token = self._choose(state, logits, position + 1, drawn)
-            gap = top_gap(logits)
+            token, gap = self._choose(state, logits, position + 1, drawn)
             ends = token == state.tokenizer.eos and not self.ignore_eos
             # The row before an end of text already tells it; verifying it would gain nothing. A
             # drawn draft must stand, though: leaving some tokens out would bend the distribution.
@@ -221,13 +220,17 @@ class MtpDrafter(Drafter):
 
     def _choose(
         self, state: State, logits: torch.Tensor, position: int, drawn: list[np.ndarray]
-    ) -> int:
-        """The draft for `position`; when sampling, what it was drawn from is added to `drawn`."""
+    ) -> tuple[int, float]:
+        """The draft for `position` and the gap of the logits' two largest entries.
+
+        When sampling, what the draft was drawn from is added to `drawn`.
+        """
+        best, gap = top_two(logits)
         if state.sampling is None:
-            return int(argmax(logits))
+            return best, gap
         token, source = draw_draft(logits, position, state.sampling)
         drawn.append(source)
-        return token
+        return token, gap
 
 
 def _joined(stale: Iterable[Fresh]) -> Iterator[Fresh]:
@@ -342,10 +345,10 @@ class OracleDrafter(MtpDrafter):
 
     def _choose(
         self, state: State, logits: torch.Tensor, position: int, drawn: list[np.ndarray]
-    ) -> int:
-        argmax(logits)  # as dear as a real draft
+    ) -> tuple[int, float]:
+        _, gap = top_two(logits)  # as dear as a real draft
         assert self.oracle is not None
-        return self.oracle.propose(position)
+        return self.oracle.propose(position), gap
 
 
 class LyingDrafter(Drafter):

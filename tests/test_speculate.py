@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ds4flow.speculate import argmax, top_gap, verify
+from ds4flow.speculate import argmax, top_gap, top_two, verify
 
 BIG = 1 << 17
 
@@ -29,6 +29,12 @@ def test_argmax_takes_the_lowest_id_on_ties(places):
 def test_top_gap_is_zero_on_a_tie():
     assert top_gap(torch.tensor([1.0, 3.0, 3.0])) == 0.0
     assert top_gap(torch.tensor([1.0, 3.5, 3.0])) == 0.5
+
+
+def test_top_two_is_the_argmax_and_its_gap():
+    for values in ([1.0, 3.0, 3.0], [1.0, 3.5, 3.0], [4.0, -1.0, 0.0], [0.0, 1.0, 2.0]):
+        logits = torch.tensor(values)
+        assert top_two(logits) == (int(argmax(logits)), top_gap(logits))
 
 
 def test_all_drafts_right():

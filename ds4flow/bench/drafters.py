@@ -12,7 +12,7 @@ import torch
 from ds4flow.cache import KVCache
 from ds4flow.model.mtp import MtpBlock, Pairs
 from ds4flow.oracle import Oracle
-from ds4flow.speculate import Draft, argmax, top_gap
+from ds4flow.speculate import Draft, top_two
 
 
 class Drafter(Protocol):
@@ -61,8 +61,8 @@ class OwnDrafter:
         for place in range(depth):
             logits, streams = block.step(streams, token, cache.length + place, cache, stale)
             stale = None
-            token = int(argmax(logits))
-            drafts.append(Draft(token, top_gap(logits)))
+            token, gap = top_two(logits)
+            drafts.append(Draft(token, gap))
         return drafts
 
 
@@ -96,7 +96,7 @@ class OracleDrafter:
                 break
             logits, streams = block.step(streams, token, position, cache, stale)
             stale = None
-            argmax(logits)  # as dear as a real draft
+            _, gap = top_two(logits)  # as dear as a real draft
             token = self.oracle.propose(position + 1)
-            drafts.append(Draft(token, top_gap(logits)))
+            drafts.append(Draft(token, gap))
         return drafts

@@ -92,7 +92,7 @@ class Passes(Protocol):
     """Whole passes in one call each: the operations of `ds4flow.model`, in its order.
 
     For backends where what happens between two calls takes more time than small operations. All
-    raise NumericsError naming the layer when the streams are not finite; logits are not checked.
+    raise NumericsError naming the layer when the streams are not finite.
     """
 
     def trunk(
@@ -105,8 +105,10 @@ class Passes(Protocol):
     ) -> torch.Tensor:
         """Streams `[M, N, D]` of tokens at positions `start ..` after all layers."""
 
-    def head(self, streams: torch.Tensor, weights: HeadWeights, output: QTensor) -> torch.Tensor:
-        """Logits `[M, V]` of streams `[M, N, D]`."""
+    def head(
+        self, streams: torch.Tensor, weights: HeadWeights, output: QTensor
+    ) -> tuple[torch.Tensor, int]:
+        """Logits `[M, V]` of streams `[M, N, D]`, and the first row that is not finite or -1."""
 
     def draft(
         self,
@@ -118,13 +120,16 @@ class Passes(Protocol):
         rows: LayerRows,
         rope: Rope,
         start: int,
+        *,
         written: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        one: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """The MTP block over M pairs at positions `start ..`.
 
         `embedded [M, D]` is the tokens' part of the input, normed and projected. Of the first
         `written` pairs only the window rows are made; returned are logits `[M - written, V]` and
-        streams `[M - written, N, D]` of the others.
+        streams `[M - written, N, D]` of the others (without the first axis if `one` says that there
+        is one), and the first row of logits that is not finite or -1.
         """
 
 

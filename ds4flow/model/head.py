@@ -22,10 +22,12 @@ def head_logits(
     The rows are what the later stages choose tokens from, so nothing after this checks again.
     """
     if kernels.passes is not None:
-        logits = kernels.passes.head(streams, head, output)
-    else:
-        with torch.inference_mode():
-            logits = kernels.linear(kernels.hc_head(streams, head.hc, head.norm), output)
+        logits, bad = kernels.passes.head(streams, head, output)
+        if bad >= 0:
+            raise not_finite(where, bad)
+        return logits
+    with torch.inference_mode():
+        logits = kernels.linear(kernels.hc_head(streams, head.hc, head.norm), output)
     check_logits(logits, where)
     return logits
 
@@ -37,7 +39,11 @@ def check_logits(logits: torch.Tensor, where: str) -> None:
     else:
         finite = torch.isfinite(logits).all(-1).cpu().numpy()
     if not finite.all():
-        row = int(np.flatnonzero(~finite)[0])
-        raise NumericsError(
-            f"the {where} gave logits that are not finite in row {row}", NOT_FINITE, row=row
-        )
+        raise not_finite(where, int(np.flatnonzero(~finite)[0]))
+
+
+def not_finite(where: str, row: int) -> NumericsError:
+    """The error for a row of logits that holds NaN or Inf."""
+    return NumericsError(
+        f"the {where} gave logits that are not finite in row {row}", NOT_FINITE, row=row
+    )

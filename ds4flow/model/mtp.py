@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ds4flow.kernels.interface import Cache, Kernels
+from ds4flow.kernels.interface import Cache, Kernels, Passes
 from ds4flow.model.config import ModelConfig
-from ds4flow.model.head import check_logits, head_logits
+from ds4flow.model.head import head_logits, not_finite
 from ds4flow.model.layer import layer_forward, layer_matrices
 from ds4flow.model.rope import Rope
 from ds4flow.model.weights import MtpWeights, TrunkWeights
@@ -141,10 +141,22 @@ class MtpBlock:
         the input of the next depth. Raises NumericsError when a logit is not finite.
         """
         cache.check_room(first + written, len(tokens) - written)
-        whole = self.kernels.passes
-        if whole is None:
+        if self.kernels.passes is None:
             return self._by_operations(streams, tokens, first, cache, written)
-        logits, out = whole.draft(
+        return self._whole(self.kernels.passes, streams, tokens, first, cache, written)
+
+    def _whole(
+        self,
+        passes: Passes,
+        streams: torch.Tensor,
+        tokens: Sequence[int],
+        first: int,
+        cache: Cache,
+        written: int,
+        *,
+        one: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, out, bad = passes.draft(
             self._embedded(tokens),
             streams,
             tokens,
@@ -153,9 +165,11 @@ class MtpBlock:
             cache.mtp,
             self.rope,
             first,
-            written,
+            written=written,
+            one=one,
         )
-        check_logits(logits, f"MTP block at position {first + written}")
+        if bad >= 0:
+            raise not_finite(f"MTP block at position {first + written}", bad)
         return logits, out
 
     @torch.inference_mode()
@@ -189,11 +203,16 @@ class MtpBlock:
         `stale` are pairs, at most a window of them, whose rows are to be written before: when they
         end at `position` they go through the block's projections together with the step.
         """
-        tokens, pairs, first = [token], streams[None], position
+        tokens, pairs, first = [token], streams, position
         if stale is not None and stale[0] + len(stale[1]) == position:
             first, tokens = stale[0], [*stale[1], token]
-            pairs = torch.cat((stale[2], pairs))
+            pairs = torch.cat((stale[2], streams[None]))
         elif stale is not None:
             self.warm(stale[2], stale[1], stale[0], cache)
-        logits, out = self.forward(pairs, tokens, first, cache, written=len(tokens) - 1)
+        written = len(tokens) - 1
+        cache.check_room(position, 1)
+        if self.kernels.passes is not None:
+            return self._whole(self.kernels.passes, pairs, tokens, first, cache, written, one=True)
+        pairs = pairs if written else pairs[None]
+        logits, out = self._by_operations(pairs, tokens, first, cache, written)
         return logits[0], out[0]

@@ -273,7 +273,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(s, "distribution", cached)
     monkeypatch.setattr(s, "top_gap", lambda row: 0.0)
-    monkeypatch.setattr(draft_stage, "top_gap", lambda row: 0.0)
+    monkeypatch.setattr(draft_stage, "top_two", lambda row: (int(row.argmax()), 0.0))
 
 
 # At most 21 cells, 20 degrees of freedom: 45.3 is the 0.1% point.

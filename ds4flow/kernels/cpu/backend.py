@@ -692,15 +692,17 @@ class CpuKernels:
             _raise_failed(failed, [layer.index for layer in weights.layers], start)
         return out
 
-    def head(self, streams: torch.Tensor, weights: HeadWeights, output: QTensor) -> torch.Tensor:
-        """Logits `[M, V]` of streams `[M, N, D]`."""
+    def head(
+        self, streams: torch.Tensor, weights: HeadWeights, output: QTensor
+    ) -> tuple[torch.Tensor, int]:
+        """Logits `[M, V]` of streams `[M, N, D]`, and the first row that is not finite or -1."""
         streams = streams.contiguous()
         m, _, dim = streams.shape
         made, matrix = self._records.hyper(weights.hc, weights.norm), self._records.matrix(output)
         self._reserve(m)
         self._reserve_between(4 * m * dim)
         out = torch.empty((m, output.shape[0]))
-        self._enter(
+        failed = self._enter(
             self._head_pass,
             self._at,
             made,
@@ -712,7 +714,7 @@ class CpuKernels:
             0,
             0,
         )
-        return out
+        return out, failed - 1
 
     def draft(
         self,
@@ -724,11 +726,15 @@ class CpuKernels:
         rows: LayerRows,
         rope: Rope,
         start: int,
+        *,
         written: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        one: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Logits `[M - written, V]` and streams of pairs at `start ..`, after `written` rows.
 
-        `embedded [M, D]` is the tokens' part of the input, normed and projected.
+        `embedded [M, D]` is the tokens' part of the input, normed and projected. `one`: there is
+        one result, and it needs no axis of its own. Also the first row of logits that is not finite
+        or -1.
         """
         embedded, streams, c = embedded.contiguous(), streams.contiguous(), self.config
         m = len(tokens)
@@ -745,8 +751,9 @@ class CpuKernels:
             ):
                 put(made.draft, field, value)
             self._reserve(c.streams * m)  # for columns that were not known before
-        logits = torch.empty((m - written, output.shape[0]))
-        out = torch.empty((m - written, c.streams, c.dim))
+        vocab, rest = output.shape[0], m - written
+        logits = torch.empty(vocab) if one else torch.empty((rest, vocab))
+        out = torch.empty((c.streams, c.dim) if one else (rest, c.streams, c.dim))
         made.draft[layout.DRAFT_TOKENS // 8 :] = (
             embedded.data_ptr(),
             streams.data_ptr(),
@@ -759,9 +766,9 @@ class CpuKernels:
             self._between_address,
         )
         failed = self._enter(self._draft_pass, self._at, address(made.draft), 0, 0, 0, 0, 0, 0, 0)
-        if failed:
+        if failed > 0:
             _raise_failed(failed, [weights.layer.index], start + written)
-        return logits, out
+        return logits, out, -failed - 1
 
     def _numbers(self, tokens: Sequence[int]) -> int:
         """Address of the token numbers as int64."""

@@ -6,8 +6,20 @@ The order of operations is that of `ds4flow.model.trunk`, `ds4flow.model.mtp` an
 
 from __future__ import annotations
 
+import numpy as np
+
 from ds4flow.kernels.cpu.hyper import STREAMS
-from ds4flow.kernels.cpu.lanes import copy, get, getf, invoke, lanes, put_lanes
+from ds4flow.kernels.cpu.lanes import (
+    copy,
+    fma,
+    get,
+    getf,
+    invoke,
+    lanes,
+    put_lanes,
+    spread,
+    total,
+)
 from ds4flow.kernels.cpu.layout import (
     CONTEXT_ARENA,
     CONTEXT_DIM,
@@ -48,6 +60,8 @@ from ds4flow.kernels.cpu.library import helper
 from ds4flow.kernels.cpu.products import run, task
 from ds4flow.kernels.cpu.rows import norm
 
+ZERO = np.float32(0.0)
+
 
 def trunk(
     context: int, model: int, ids: int, m: int, start: int, y: int, room: int, a: int, b: int
@@ -67,17 +81,31 @@ def trunk(
 def head(
     context: int, hyper: int, matrix: int, streams: int, m: int, y: int, room: int, a: int, b: int
 ) -> int:
-    """Logits `y [m, rows of the matrix]` of `streams [m, 4, dim]`; `room` holds `[m, dim]`."""
-    _head(context, hyper, matrix, streams, m, y, room)
-    return 0
+    """Logits `y [m, rows of the matrix]` of `streams [m, 4, dim]`; `room` holds `[m, dim]`.
+
+    0, or 1 + the first row that holds a value that is not finite.
+    """
+    return _head(context, hyper, matrix, streams, m, y, room)
 
 
 @helper
-def _head(context: int, hyper: int, matrix: int, streams: int, m: int, y: int, room: int) -> None:
+def _head(context: int, hyper: int, matrix: int, streams: int, m: int, y: int, room: int) -> int:
     size = 4 * get(context + CONTEXT_DIM)
     invoke(get(context + CONTEXT_HC_HEAD), (context, hyper, streams, m, room, 0, 0, 0, 0))
     tasks = get(context + CONTEXT_ARENA)
-    run(context, tasks, task(tasks, matrix, room, size, m, y, 4 * get(matrix + MATRIX_ROWS)))
+    vocab = get(matrix + MATRIX_ROWS)
+    run(context, tasks, task(tasks, matrix, room, size, m, y, 4 * vocab))
+    for i in range(m):
+        row, whole = y + 4 * vocab * i, vocab // 16 * 16
+        sum_ = spread(ZERO)
+        for at in range(row, row + 4 * whole, 64):
+            sum_ = fma(lanes(at), spread(ZERO), sum_)
+        rest = total(sum_)
+        for at in range(row + 4 * whole, row + 4 * vocab, 4):
+            rest += getf(at) * ZERO
+        if rest != ZERO:
+            return 1 + i
+    return 0
 
 
 @helper
@@ -101,7 +129,7 @@ def draft(context: int, draft: int, a: int, b: int, c: int, d: int, e: int, f: i
     """A pass of the MTP block over the pairs that the record `draft` describes.
 
     Of the first `written` pairs only the window rows are made; the others' streams and logits
-    follow, if there are others. The result is `stack`'s.
+    follow, if there are others. The result is `stack`'s, negative if it is `head`'s.
     """
     size = 4 * get(context + CONTEXT_DIM)
     m, written, first = (
@@ -134,5 +162,4 @@ def draft(context: int, draft: int, a: int, b: int, c: int, d: int, e: int, f: i
     if bad:
         return bad
     hyper, matrix = get(draft + DRAFT_HYPER), get(draft + DRAFT_OUTPUT)
-    _head(context, hyper, matrix, y, rest, get(draft + DRAFT_LOGITS), room)
-    return 0
+    return -_head(context, hyper, matrix, y, rest, get(draft + DRAFT_LOGITS), room)
