@@ -5,6 +5,7 @@ What cannot be the same is refused or said; what came out is compared down to th
 
 from __future__ import annotations
 
+import functools
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from ds4flow import env, rundir, schema
+from ds4flow import env, prompt_set, rundir, schema
 from ds4flow.config import compose, validate
 from ds4flow.errors import Ds4FlowError, UsageError, near_match
 from ds4flow.explain import explained
@@ -23,7 +24,7 @@ from ds4flow.provenance import PARENT, follows, leaves
 from ds4flow.rundir import RunDir
 from ds4flow.runs.bits import compare_bits
 from ds4flow.runs.compare import difference_lines, first_difference
-from ds4flow.runs.record import PROMPTS, Run, label
+from ds4flow.runs.record import PROMPTS, Run, find_parts, label
 
 _PLACES = ("download.", "hydra.", "name", "log.")
 """Beginnings of keys that say where things lie or what is shown, never what comes out."""
@@ -50,8 +51,6 @@ def replay_command(
     from ds4flow.execute import hand_over
 
     name = label(run.path, root)
-    if run.part:
-        raise UsageError(f"{name} is one prompt of a set", f"replay the set: {run.path.parent}")
     folder = config_dir or _recorded_config_dir(run)
     plan = make_plan(run, name, typed, drop=drop, config_dir=folder)
     words, first = validate(plan.words, config_dir=folder)
@@ -136,14 +135,23 @@ def _recorded(run: Run, name: str) -> dict[str, Any]:
     config = dict(run.config)
     if config.get("prompt_file") is not None:
         config |= {"prompt": run.prompt, "prompt_file": None}
-    if config.get("prompts") is not None:
+    if config.get("prompts") is not None and not _is_todays_set(run, config):
         config["prompts"] = str((run.path / PROMPTS).resolve())
     return config
 
 
+def _is_todays_set(run: Run, config: dict[str, Any]) -> bool:
+    """Whether the set of prompts that a run names is still the one that it ran."""
+    try:
+        found = prompt_set.read(config["prompts"], mode=config["model.chat"])
+    except Ds4FlowError:
+        return False
+    return found.data == (run.path / PROMPTS).read_bytes()
+
+
 def _group_words(run: Run, typed: set[str], config_dir: str | None) -> list[str]:
     """Today's defaults turned into the options that the run chose. Presets are values by now."""
-    shipped = compose([], config_dir=config_dir, hydra=True).hydra.runtime.choices
+    shipped = _shipped_choices(config_dir)
     return [
         f"{'' if group in shipped else '+'}{group}={spelled(option)}"
         for group, option in run.facts["choices"].items()
@@ -154,9 +162,16 @@ def _group_words(run: Run, typed: set[str], config_dir: str | None) -> list[str]
     ]
 
 
+@functools.cache
+def _shipped_choices(config_dir: str | None) -> dict[str, Any]:
+    """Today's option of every group."""
+    return dict(compose([], config_dir=config_dir, hydra=True).hydra.runtime.choices)
+
+
 def _recorded_hydra(run: Run) -> dict[str, Any]:
+    folder = run.path.parent if run.part else run.path
     try:
-        content = yaml.safe_load((run.path / ".hydra" / "hydra.yaml").read_bytes())
+        content = yaml.safe_load((folder / ".hydra" / "hydra.yaml").read_bytes())
     except (OSError, yaml.YAMLError):
         return {}
     found = content.get("hydra") if isinstance(content, dict) else None
@@ -297,39 +312,47 @@ def _files(config: DictConfig) -> dict[str, Any]:
 
 
 def report_outcome(parent: Run, child: Run, name: str) -> bool:
-    """Say whether the outputs are the same bits, or where they part; whether they are the same."""
-    pairs = [(parent, child, name)]
-    if (parent.path / PROMPTS).is_file():
-        pairs = [
-            (Run.open(part), Run.open(child.path / part.name), f"{name}/{part.name}")
-            for part in sorted(parent.path.glob("prompt-*-*"))
-            if (child.path / part.name).is_dir()
-        ]
-    return all([_report_pair(*pair) for pair in pairs])
+    """Say whether the outputs are the same bits, or where they part; whether they are the same.
+
+    Of a set of prompts each is compared, and only those that differ are shown.
+    """
+    parts = find_parts(parent.path)
+    if not parts:
+        same, lines = compared(parent, child, name)
+        for line in lines:
+            print(line, file=sys.stderr)
+        return same
+    equal = 0
+    for part in parts:
+        other = child.path / part.name
+        if other.is_dir():
+            same, lines = compared(Run.open(part), Run.open(other), f"{name}/{part.name}")
+        else:
+            same, lines = False, [f"{name}/{part.name}: this run did not get there"]
+        equal += same
+        for line in () if same else lines:
+            print(line, file=sys.stderr)
+    print(f"{name}: the same output in {equal} of {len(parts)} prompts", file=sys.stderr)
+    return equal == len(parts)
 
 
-def _report_pair(parent: Run, child: Run, name: str) -> bool:
+def compared(parent: Run, child: Run, name: str) -> tuple[bool, list[str]]:
+    """Whether the output of two runs is the same, to the bit where both kept logits; and in words.
+
+    Of a run that was stopped, what it has is compared.
+    """
     found = first_difference(parent, child)
     tokens = len(parent.tokens)
+    lines = [f"{name}: the same {tokens} output tokens"]
     if found is not None and found.first is None and parent.status != "complete":
-        _say(f"{name}: the same {tokens} output tokens, all that it has; it was {parent.status}")
-        found = None
+        lines[0] += f", all that it has; it was {parent.status}"
     elif found is not None:
-        for line in difference_lines(found, name, "this run"):
-            _say(line)
-        return False
-    else:
-        _say(f"{name}: the same {tokens} output tokens")
+        return False, difference_lines(found, name, "this run")
     bits = compare_bits(parent, child)
     if not bits.compared:
-        _say("logits: not compared, as both runs would have to keep them (mtp.full_logits=true)")
-        return True
-    if bits.different is None:
-        _say(f"logits: the same bits at {bits.compared} positions")
-        return True
-    _say(f"logits: other bits from output token {bits.different} on")
-    return False
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)
+        lines.append("logits: not compared, as both runs must keep them (mtp.full_logits=true)")
+    elif bits.different is None:
+        lines.append(f"logits: the same bits at {bits.compared} positions")
+    else:
+        lines.append(f"logits: other bits from output token {bits.different} on")
+    return bits.different is None, lines

@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 
 from ds4flow.cli import main
 from ds4flow.errors import UsageError
-from ds4flow.replay import Plan, make_plan
-from ds4flow.runs.record import Run
+from ds4flow.replay import Plan, compared, make_plan
+from ds4flow.runs.record import Run, find_parts
 
 CONF = str(Path(__file__).parent / "data" / "conf")
 FAKE = ("--config-dir", CONF, "pipeline=fake", "+fakeload=default", "commit.max_tokens=12")
@@ -121,7 +121,7 @@ def test_a_difference_fails_unless_something_was_overridden(run: Run) -> None:
     said = ds4flow("replay", "demo/1", "log.table=true", code=1).stderr  # shows more, no more
     assert "this run and demo/0001 part at output token 4" in said
     assert "top-2 gap" in said
-    assert "part at output token 4" in ds4flow("replay", "demo/1", "mtp.draft=3").stderr
+    assert not plan(run, "mtp.draft=3").same
 
 
 def test_a_key_that_is_gone_is_named_and_can_be_dropped(run: Run) -> None:
@@ -220,15 +220,45 @@ def test_a_job_of_a_sweep_replays_as_a_run() -> None:
     assert Path(again.facts["parent"]["path"]).name == "1"
 
 
+def test_a_set_of_prompts_replays_prompt_by_prompt() -> None:
+    rows = [{"id": name, "category": "c", "prompt": name * 3} for name in ("a", "b")]
+    Path("set.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ds4flow("run", *FAKE, "log=quiet", "prompts=set.jsonl", "mtp.draft=2")
+    first = Run.open("runs/demo/0001")
+    parts = find_parts(first.path)
+    assert "prompts='set.jsonl'" in plan(first).words  # it is still the same set
+    Path("set.jsonl").write_text(json.dumps(rows[0]) + "\n")  # the file changed since
+    tokens = json.loads((parts[1] / "tokens.json").read_text())
+    tokens["output"][2] += 1
+    (parts[1] / "tokens.json").write_text(json.dumps(tokens))
+    said = ds4flow("replay", "demo/1", code=1).stderr
+    assert f"this run and demo/0001/{parts[1].name} part at output token 2" in said
+    assert "demo/0001: the same output in 1 of 2 prompts" in said
+    again = Run.open("runs/demo/0002")
+    assert again.facts["prompt_set"] == first.facts["prompt_set"]
+    assert len(find_parts(again.path)) == 2
+    compared = ds4flow("runs", "compare", "demo/1", "demo/2").stdout
+    assert "the same output tokens as demo/0001 in 1 of 2 prompts" in compared
+    assert "the same 12 output tokens" in ds4flow("replay", f"demo/1/{parts[0].name}").stderr
+
+
 def test_an_interrupted_run_is_compared_as_far_as_it_went(run: Run) -> None:
+    shutil.copytree("runs/demo/0001", "runs/demo/0002")
+    cut = Path("runs/demo/0002")
     for name in ("tokens.json", "summary.json"):
-        (run.path / name).unlink()
-    lines = (run.path / "cycles.jsonl").read_bytes().splitlines(keepends=True)
-    (run.path / "cycles.jsonl").write_bytes(b"".join(lines[:3]))
-    kept = len(change(run, status="interrupted").tokens)
-    said = ds4flow("replay", "demo/1").stderr
-    assert f"the same {kept} output tokens, all that it has; it was interrupted" in said
-    assert len(Run.open("runs/demo/0002").tokens) == 12 > kept
+        (cut / name).unlink()
+    lines = (cut / "cycles.jsonl").read_bytes().splitlines(keepends=True)
+    (cut / "cycles.jsonl").write_bytes(b"".join(lines[:3]))
+    parent = change(Run.open(cut), status="interrupted")
+    kept = len(parent.tokens)
+    assert 0 < kept < len(run.tokens)
+    same, told = compared(parent, run, "demo/0002")
+    assert same
+    assert told[0] == (
+        f"demo/0002: the same {kept} output tokens, all that it has; it was interrupted"
+    )
+    longer = compared(run, Run.open(cut), "demo/0001")  # a complete run that is cut is different
+    assert not longer[0]
 
 
 def test_a_run_without_a_config_cannot_be_replayed() -> None:

@@ -137,6 +137,11 @@ def compare_runs(runs: Sequence[Run], root: Path) -> None:
         out.print("config: the same")
     out.print()
     print_table(["number", *names], _numbers(runs))
+    if "mtp.gate" in changed:
+        out.print(
+            "note: mtp.gate differs, so the acceptance rates speak of other drafts; "
+            "accepted_per_cycle counts all cycles"
+        )
     out.print()
     for run, name in zip(runs[1:], names[1:], strict=True):
         _print_difference(runs[0], run, names[0], name)
@@ -157,6 +162,8 @@ def _numbers(runs: Sequence[Run]) -> list[list[str]]:
     rows = []
     for key in METRICS:
         values = [run.summary.get(key) for run in runs]
+        if all(value is None for value in values):
+            continue
         cells = [shown(value, key) for value in values]
         if key.endswith("tokens_per_second") and values[0]:
             for index, value in enumerate(values[1:], 1):

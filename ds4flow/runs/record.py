@@ -161,6 +161,12 @@ def find_runs(root: str | Path = ROOT) -> list[Path]:
     return sorted(found, key=natural)
 
 
+def find_parts(path: str | Path) -> list[Path]:
+    """The directories of the prompts of a set, in order; empty for a run of one prompt."""
+    parts = [part for part in Path(path).glob("prompt-*-*") if part.is_dir()]
+    return sorted(parts, key=natural)
+
+
 def resolve_run(word: str | Path, root: str | Path = ROOT, *, sweeps: bool = False) -> Path:
     """The directory that a user means: a path, `latest`, NAME, NAME/NNNN, NNNN or NAME/latest.
 
@@ -171,6 +177,11 @@ def resolve_run(word: str | Path, root: str | Path = ROOT, *, sweeps: bool = Fal
         path = path.parent if path.name == RECORD else path
         if _is_run(path) or (path / SWEEP).is_file():
             return _chosen(path, word, sweeps=sweeps)
+    above, _, last = word.rpartition("/")
+    if above and last.startswith("prompt-"):  # a prompt of a set, whose run may be named shortly
+        part = resolve_run(above, root) / last
+        if _is_run(part):
+            return part
     runs = find_runs(root)
     if not runs:
         raise UsageError(f"there are no runs in {root}", "make one with: ds4flow run")

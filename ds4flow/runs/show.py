@@ -18,6 +18,7 @@ METRICS = (
     "num_accepted_draft_tokens",
     "draft_acceptance_rate",
     "mean_acceptance_length",
+    "accepted_per_cycle",
     "accepted_per_position",
     "acceptance_histogram",
     "relaxed_accepts",
@@ -49,7 +50,11 @@ def show_run(run: Run, root: Path, *, as_json: bool) -> None:
         definitions = run.summary.get("definitions") or {}
         print_table(
             ["number", "", "meaning"],
-            [(k, shown(run.summary.get(k), k), definitions.get(k, "")) for k in METRICS],
+            [
+                (key, shown(run.summary[key], key), definitions.get(key, ""))
+                for key in METRICS
+                if run.summary.get(key) is not None
+            ],
             left=3,
         )
     by_category = category_rows(run.summary)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds4flow.errors import UsageError, near_match
-from ds4flow.runs.record import Run, find_runs, label
+from ds4flow.runs.record import Run, find_parts, find_runs, label
 
 Row = dict[str, Any]
 
@@ -64,13 +64,8 @@ def load_rows(root: Path, *, parts: bool = False) -> list[Row]:
     """The rows of all runs below `root`; with `parts` the prompts of a set instead of the set."""
     paths = find_runs(root)
     if parts:
-        paths = [part for path in paths for part in (_parts(path) or [path])]
+        paths = [part for path in paths for part in (find_parts(path) or [path])]
     return [row(Run.open(path), label(path, root)) for path in paths]
-
-
-def _parts(path: Path) -> list[Path]:
-    numbered = (part for part in path.glob("prompt-*-*") if part.is_dir())
-    return sorted(numbered, key=lambda part: int(part.name.split("-")[1]))
 
 
 class Condition(NamedTuple):

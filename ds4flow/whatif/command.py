@@ -130,7 +130,10 @@ def _notes(
             f"mtp.gate={best.setting.gate:g}; speeds are estimates"
         )
     if costs is None:
-        notes.append("no speeds: this run did not measure passes by width; trace=full does")
+        notes.append(
+            "no speeds: this run did not measure passes by width; trace=full with "
+            "pipeline=speculative does"
+        )
     if any(one is not None and not one.exact for one in found) and not traced.probe:
         notes.append(f"estimated from the places where cycles began; exact: {RECOMMENDED}")
     if not traced.pure:

@@ -27,8 +27,8 @@ class CostModel:
         """The costs of a run, None when it did not measure them (`trace=full` does)."""
         costs = (traced.run.summary.get("trace") or {}).get("costs") or {}
         measured = costs.get("verify_micros_by_width") or ()
-        if not measured:
-            return None
+        if not measured or not any(start.verify_micros for start in traced.starts):
+            return None  # pipeline=graph times a cycle as one step
         stale = costs.get("step_micros_by_stale_rows") or [0.0]
         refresh = tuple(max(0.0, micros - stale[0]) for micros in stale)
         return cls(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ds4flow.errors import Ds4FlowError, UsageError
-from ds4flow.runs.record import Run, find_runs, label, resolve_run
+from ds4flow.runs.record import Run, find_parts, find_runs, label, resolve_run
 
 
 def make(path: Path, **facts: object) -> Path:
@@ -92,6 +92,15 @@ def test_a_prompt_of_a_set_is_a_run_with_the_facts_of_its_set(tmp_path: Path) ->
     assert (run.part, run.config["mtp.draft"], run.summary["cycles"]) == ("prompt-0-easy", 3, 7)
     assert find_runs(tmp_path) == [folder]
     assert resolve_run("set/prompt-0-easy", tmp_path) == part
+    (part / "run.json").write_text('{"status": "failed"}')  # as prompts of a set have it
+    assert (Run.open(part).status, Run.open(part).part) == ("failed", "prompt-0-easy")
+    assert find_runs(tmp_path) == [folder]
+    assert find_parts(folder) == [part]
+    numbered = make(tmp_path / "n/0003", status="complete")
+    (numbered / "prompts.jsonl").write_text("")
+    (numbered / "prompt-1-x").mkdir()
+    (numbered / "prompt-1-x/prompt.txt").write_text("x")
+    assert resolve_run("n/3/prompt-1-x", tmp_path) == numbered / "prompt-1-x"
 
 
 def test_all_runs_are_found_in_order_and_links_are_not_followed(tmp_path: Path) -> None:

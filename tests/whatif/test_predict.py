@@ -10,17 +10,13 @@ from typing import Any
 import pytest
 import torch
 from ds4flow.stages.draft import MtpDrafter
-from omegaconf import OmegaConf
 
-from ds4flow.config import compose
 from ds4flow.errors import Ds4FlowError
-from ds4flow.pipeline import State
-from ds4flow.prompt_run import load, perform
-from ds4flow.rundir import RunDir
 from ds4flow.runs.record import Run
 from ds4flow.whatif.costs import CostModel
 from ds4flow.whatif.predict import Prediction, Setting, predict
 from ds4flow.whatif.traced import Traced
+from tests.demo_runs import Demo
 from tests.fakes import FakeModel, FakeMtp, chaotic, decode, fake, reciting
 
 TOLERANCE = 0.2
@@ -49,47 +45,20 @@ def measured(summary: dict[str, Any]) -> tuple[float, ...]:
 # --- the demo model
 
 
-class Demo:
-    """The demo model, loaded once; every run has its own directory."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.number = folder, 0
-        self.shared: State | None = None
-
-    def run(self, *words: str) -> Run:
-        config = compose(["log=quiet", "commit.max_tokens=96", *words])
-        self.number += 1
-        whole: Any = OmegaConf.to_container(config, resolve=True)
-        facts = {
-            "choices": {"draft": "mtp"},
-            "config": {
-                f"{group}.{key}": {"value": value, "source": "cli"}
-                for group in ("mtp", "commit")
-                for key, value in whole[group].items()
-            },
-        }
-        run = RunDir.create(self.folder / f"{self.number:04d}", facts)
-        if self.shared is None:
-            self.shared = load(config, run)
-        perform(config, run, self.shared)
-        run.finish("complete")
-        return Run.open(run.path)
-
-
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
-    return Demo(tmp_path_factory.mktemp("demo"))
+    return Demo(tmp_path_factory.mktemp("demo"), commit__max_tokens=96)
 
 
 @pytest.fixture(scope="module")
 def probed(demo: Demo) -> Traced:
-    return Traced.read(demo.run("mtp.draft=8", "mtp.probe=true", "trace=full"))
+    return Traced.read(demo.run(mtp__draft=8, mtp__probe=True, trace="full"))
 
 
 @pytest.fixture(scope="module")
 def used(demo: Demo) -> Traced:
     """A trace of cycles whose drafts were verified: fewer places, but all drafts judged."""
-    return Traced.read(demo.run("mtp.draft=8", "trace=full"))
+    return Traced.read(demo.run(mtp__draft=8, trace="full"))
 
 
 @pytest.mark.parametrize("gate", [0.0, 1.0])
@@ -97,7 +66,7 @@ def used(demo: Demo) -> Traced:
 def test_exact_modes_are_predicted_exactly(
     demo: Demo, probed: Traced, used: Traced, depth: int, gate: float
 ) -> None:
-    real = demo.run(f"mtp.draft={depth}", f"mtp.gate={gate}").summary
+    real = demo.run(mtp__draft=depth, mtp__gate=gate).summary
     found = predict(probed, Setting(depth, gate=gate), None)
     assert found is not None
     assert found.exact
@@ -114,7 +83,7 @@ def test_exact_modes_are_predicted_exactly(
 def test_margins_are_estimated_within_the_tolerance(
     demo: Demo, probed: Traced, used: Traced, depth: int, margin: float
 ) -> None:
-    real = demo.run(f"mtp.draft={depth}", f"mtp.margin={margin}").summary
+    real = demo.run(mtp__draft=depth, mtp__margin=margin).summary
     assert real["relaxed_accepts"] > 0
     for traced in (probed, used):
         found = predict(traced, Setting(depth, margin), None)
