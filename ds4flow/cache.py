@@ -3,18 +3,23 @@
 Every stored row is a function of the tokens up to its own position. Rings are as long as what a
 later read can need plus the rows of one pass, so a pass never overwrites a row that is still
 visible after any part of it is rejected. Which rows are valid is derived from the cursor, never
-stored.
+stored. No row ever moves: finished rows have their place from the start, but on the CPU a place
+takes memory only once it is written, so memory grows with the text and not with the context.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 
+import numpy as np
 import torch
 
 from ds4flow.errors import Ds4FlowError, UsageError
 from ds4flow.kernels.interface import CompressedRows, LayerRows
 from ds4flow.model.config import ModelConfig
+
+ALIGNMENT = 64  # bytes; rows begin where vectors load best
 
 
 class KVCache:
@@ -54,7 +59,7 @@ class KVCache:
         # an overlapping row reaches back over the block before its own
         slots = halves * ratio + self.rows_max
         ring = (slots, halves * width)
-        pool = torch.zeros(self.context // ratio, width, device=device)
+        pool = _untouched(self.context // ratio, width, device)
         return CompressedRows(
             ratio, torch.zeros(ring, device=device), torch.zeros(ring, device=device), pool
         )
@@ -89,6 +94,31 @@ class KVCache:
             raise ValueError(f"cannot commit {rows} rows at {self.length} of {self.context}")
         self.length += rows
 
+    def fork(self) -> KVCache:
+        """A cache of its own with the rows that are visible here, and the same cursor.
+
+        Both go on independently. What lies beyond the cursor is not taken along.
+        """
+        other = copy.copy(self)
+        other.layers = [self._forked(layer) for layer in self.layers]
+        other.mtp = self._forked(self.mtp)
+        return other
+
+    def _forked(self, layer: LayerRows) -> LayerRows:
+        return LayerRows(
+            layer.window.clone(),
+            self._forked_rows(layer.compressed),
+            self._forked_rows(layer.index),
+        )
+
+    def _forked_rows(self, rows: CompressedRows | None) -> CompressedRows | None:
+        if rows is None:
+            return None
+        finished = self.length // rows.ratio
+        pool = _untouched(rows.pool.shape[0], rows.pool.shape[1], rows.pool.device)
+        pool[:finished] = rows.pool[:finished]
+        return CompressedRows(rows.ratio, rows.values.clone(), rows.scores.clone(), pool)
+
     # --- state, for comparison --------------------------------------------------------------------
 
     def lanes(self, *, mtp: bool = True) -> dict[str, torch.Tensor]:
@@ -119,7 +149,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
+        """Bytes of all buffers when the context is full."""
         total = self.mtp.window.nbytes
         for layer in self.layers:
             total += layer.window.nbytes
@@ -127,6 +157,16 @@ class KVCache:
                 if rows is not None:
                     total += rows.values.nbytes + rows.scores.nbytes + rows.pool.nbytes
         return total
+
+
+def _untouched(rows: int, width: int, device: torch.device | None) -> torch.Tensor:
+    """Zeros `[rows, width]` (float32) whose pages the system hands out when they are written."""
+    if device is not None and device.type != "cpu":
+        return torch.zeros(rows, width, device=device)
+    spare = ALIGNMENT // 4
+    flat = torch.from_numpy(np.zeros(rows * width + spare, dtype=np.float32))
+    first = -flat.data_ptr() % ALIGNMENT // 4
+    return flat[first : first + rows * width].view(rows, width)
 
 
 def _span(ring: torch.Tensor, first: int, last: int) -> torch.Tensor:

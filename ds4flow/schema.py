@@ -110,6 +110,7 @@ class Runtime:
     no_gpu: bool = knob()
     chunk: int = knob(low=1, high=4096)
     context: int | None = knob(low=2)
+    memory: float | None = knob(low=0.0, open_low=True)
 
 
 @dataclass
@@ -185,6 +186,7 @@ class Load(StageGroup):
     draft: int | str = knob(link="mtp.draft", words=("auto",))
     chunk: int = knob(link="runtime.chunk")
     context: int | None = knob(link="runtime.context")
+    memory: float | None = knob(link="runtime.memory")
     chat: str = knob(link="model.chat")
     temperature: float = knob(link="sampling.temperature")
     top_k: int = knob(link="sampling.top_k")

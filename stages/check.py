@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -44,7 +43,7 @@ class StateCheck(NoCheck):
     def run(self, state: State) -> None:
         """Fork, or bring the twin up to the cache's cursor and compare."""
         if self.twin is None:
-            self.twin = copy.deepcopy(state.cache)
+            self.twin = state.cache.fork()
             self.hidden = state.hidden
         elif self.twin.length < state.cache.length:
             self._advance(state, self.twin)

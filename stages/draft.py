@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 import time
 from collections import deque
@@ -306,7 +305,7 @@ class OracleDrafter(MtpDrafter):
             "run itself",
             file=sys.stderr,
         )
-        cache, token = copy.deepcopy(state.cache), state.next_token
+        cache, token = state.cache.fork(), state.next_token
         found: list[int] = []
         while len(found) < self.max_tokens and cache.length < cache.context:
             if token == state.tokenizer.eos and not self.ignore_eos:

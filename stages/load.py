@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -15,7 +16,9 @@ from ds4flow import chat
 from ds4flow.cache import KVCache
 from ds4flow.depth import draft_max
 from ds4flow.device import DeviceChoice, choose
-from ds4flow.errors import Ds4FlowError, UsageError
+from ds4flow.errors import Ds4FlowError
+from ds4flow.gguf import GgufFile
+from ds4flow.memory import GIB, available_bytes, check_memory
 from ds4flow.model.config import ModelConfig
 from ds4flow.model.trunk import Model
 from ds4flow.parallel import Group, join
@@ -27,7 +30,7 @@ LARGEST_DEFAULT_CONTEXT = 8192
 """Context when none is asked for and the model's own is larger."""
 
 _PER_PROMPT = {
-    *("draft", "chunk", "context", "chat", "system"),
+    *("draft", "chunk", "context", "memory", "chat", "system"),
     *("temperature", "top_k", "top_p", "min_p", "seed", "lossless"),
 }
 """Keys that the loaded model does not depend on."""
@@ -51,6 +54,7 @@ class LoadGguf(Stage):
     draft: int | str
     chunk: int
     context: int | None
+    memory: float | None
     chat: str
     temperature: float
     top_k: int
@@ -131,14 +135,36 @@ class LoadGguf(Stage):
         wanted = self.uses_mtp and self.draft != 0 and not state.mtp_off
         self._say(self.choice)
         config = ModelConfig.from_gguf(main)
+        cache = self._new_cache(config, torch.device("meta")).nbytes
+        if self.choice.name == "cpu":
+            self._check_memory(config, [main, mtp] if wanted else [main], cache)
         state.model = Model.load(
             main,
             mtp if wanted else None,
             profile=self.profile,
             kernels=self.choice.kernels,
             device=torch.device(self.choice.name),
-            beside=self._new_cache(config, torch.device("meta")).nbytes,
+            beside=cache,
             group=self.group,
+        )
+
+    def _check_memory(
+        self, config: ModelConfig, files: Sequence[GgufFile | None], cache: int
+    ) -> None:
+        """Refuse what does not fit before any weight is read."""
+        tensors = {
+            (file.path, info.name): info.nbytes
+            for file in files
+            if file is not None
+            for info in file.tensors.values()
+        }
+        given = self.memory
+        check_memory(
+            weights=sum(tensors.values()),
+            cache=cache,
+            context=self._largest_context(config),
+            per_token=4 * config.cache_growth,
+            available=available_bytes() if given is None else round(given * GIB),
         )
 
     def _new_cache(self, config: ModelConfig, device: torch.device) -> KVCache:
@@ -194,16 +220,18 @@ class LoadGguf(Stage):
         return self.context or min(config.context_length, LARGEST_DEFAULT_CONTEXT)
 
     def _context(self, config: ModelConfig, prompt: int) -> int:
-        if self.context is not None and self.context > config.context_length:
-            raise UsageError(
-                f"runtime.context={self.context} exceeds the model's {config.context_length}",
-                f"use at most {config.context_length}",
-            )
         context = self._largest_context(config)
+        if context > config.context_length:
+            print(
+                f"note: runtime.context={context} exceeds the {config.context_length} tokens that "
+                "the model was made for; what it writes beyond them may be poor",
+                file=sys.stderr,
+            )
         if prompt >= context:
             raise Ds4FlowError(
                 f"the prompt has {prompt} tokens; with a context of {context} that leaves no room "
                 "to generate",
-                f"shorten the prompt, or set runtime.context (at most {config.context_length})",
+                f"shorten the prompt, or set runtime.context (the model's own is "
+                f"{config.context_length})",
             )
         return context

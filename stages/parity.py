@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -43,7 +42,7 @@ class Parity(Stage):
                 "set sampling.temperature=0",
             )
         if self.twin is None:
-            self.twin = copy.deepcopy(state.cache)
+            self.twin = state.cache.fork()
             self.token, self.gap = int(argmax(state.logits[-1])), top_gap(state.logits[-1])
             return
         self.rollbacks += len(state.committed) < len(state.rows)

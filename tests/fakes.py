@@ -6,6 +6,7 @@ loop is tested without weights.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import time
@@ -77,6 +78,9 @@ class FakeCache:
     def commit(self, rows: int) -> None:
         self.length += rows
         assert all(position in self.rows for position in range(self.length))
+
+    def fork(self) -> FakeCache:
+        return copy.deepcopy(self)
 
     def visible(self) -> tuple[int, ...]:
         return tuple(self.rows[position] for position in range(self.length))

@@ -1,5 +1,6 @@
 """Rewinding moves a cursor: against a plain twin that never wraps and never drafts."""
 
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -178,6 +179,56 @@ def test_mtp_rows_of_chunks_equal_those_of_one_pass(model):
         previous = streams[-1]
         ours.commit(len(part))
     same_state(ours, whole, mtp=True)
+
+
+@pytest.mark.parametrize("length", [3, 127, 140])
+def test_a_fork_goes_on_alone_and_with_the_same_bits(model, length):
+    tokens = np.random.default_rng(length).integers(0, 320, length).tolist()
+    ours = KVCache(model.config, context=200, draft_max=4)
+    prefill(model, ours, tokens, 64)
+    model.forward([7, 8, 9], ours)  # not committed, so not taken along
+    other = ours.fork()
+    same_state(other, ours, mtp=True)
+    before = ours.state_hash()
+    alone = KVCache(model.config, context=200, draft_max=4)
+    prefill(model, alone, tokens, 64)
+    for token in range(5, 25):
+        assert torch.equal(model.forward([token], other), model.forward([token], alone))
+        other.commit(1)
+        alone.commit(1)
+    same_state(other, alone)
+    assert ours.state_hash() == before
+    assert ours.length == length
+
+
+def resident() -> int:
+    """Bytes of this process that lie in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_memory_grows_with_the_text_and_not_with_the_context(model):
+    # room for 2 M tokens is about 1.3 GB, far above what the rest of this test moves
+    start = resident()
+    cache = KVCache(model.config, context=1 << 21, draft_max=4)
+    assert cache.nbytes > 1_000_000_000
+    cache.fork()
+    assert resident() - start < 200_000_000
+    rows = cache.layers[2].compressed.pool
+    assert rows.data_ptr() % 64 == 0
+    place = rows.data_ptr()
+    rows[:1000] = 1.0
+    assert rows.data_ptr() == place
+
+
+def test_the_bytes_of_a_token_are_those_of_the_account(model):
+    config = model.config
+    sizes = [
+        KVCache(config, context=context, draft_max=4, device=torch.device("meta")).nbytes
+        for context in (1 << 14, 1 << 15)
+    ]
+    assert sizes[1] - sizes[0] == 4 * config.cache_growth * (1 << 14)
 
 
 def test_a_pass_beyond_the_context_or_the_rings_is_refused(model: Model):

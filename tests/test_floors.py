@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 FLOORS = (
-    {"errors", "rundir", "origin", "metrics", "packaged", "runs"},
+    {"errors", "memory", "rundir", "origin", "metrics", "packaged", "runs"},
     {
         "model",
         "kernels",

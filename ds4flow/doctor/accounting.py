@@ -68,7 +68,6 @@ def cache_size(c: ModelConfig, context: int, chunk: int = CHUNK) -> CacheSize:
     halves = {4: 2, 128: 1}  # blocks of ratio 4 overlap: two halves, and a reach of two blocks
     total = (c.layers + 1) * (c.window + chunk) * c.head_dim * F32
     published = (c.layers + 1) * c.window * c.head_dim * F16
-    growth = 0.0  # elements per token
     for ratio in c.ratios[: c.layers]:
         if not ratio:
             continue
@@ -76,7 +75,7 @@ def cache_size(c: ModelConfig, context: int, chunk: int = CHUNK) -> CacheSize:
             reach, row = halves[ratio] * ratio, halves[ratio] * width
             total += (2 * (reach + chunk) * row + context // ratio * width) * F32
             published += 2 * reach * row * F32 + context // ratio * width * F16
-            growth += width / ratio
+    growth = c.cache_growth
     return CacheSize(context, chunk, total, growth * F32, published, growth * F16)
 
 

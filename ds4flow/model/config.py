@@ -89,6 +89,15 @@ class ModelConfig:
         """Compression ratio of the MTP block: the entry after the trunk's, 0 if there is none."""
         return self.ratios[self.layers] if len(self.ratios) > self.layers else 0
 
+    @property
+    def cache_growth(self) -> float:
+        """Values of finished rows that one more token adds to the cache, on average."""
+        return sum(
+            (self.head_dim + (self.index_dim if ratio == 4 else 0)) / ratio
+            for ratio in self.ratios[: self.layers]
+            if ratio
+        )
+
 
 def check_architecture(file: GgufFile) -> None:
     """Raise ModelFileError unless `file` declares itself to be DeepSeek-V4, main or MTP sidecar."""

@@ -116,7 +116,8 @@ def test_a_hub_model_that_is_not_here_names_file_repository_and_folder(tmp_path:
     [
         (["model.path=null"], "x", "model.path is not set"),
         (["model.path=pkg://no_such_package/x.gguf"], "x", "no package no_such_package"),
-        (["runtime.context=999999999"], "x", "exceeds the model's"),
+        (["runtime.context=999999999"], "x", r"runtime\.context=999999999 \(.* GiB\) exceed"),
+        (["runtime.memory=0.0001"], "x", r"the weights \(.* exceed the 0\.1 MiB of memory"),
         (["runtime.context=16"], "a b c d e f g h i j k l m n", "leaves no room"),
         (["system=be brief"], "x", "no place for a system text"),
     ],
