@@ -123,7 +123,7 @@ def test_portable_code_gives_the_same_bits(config, type_name, monkeypatch):
         usual = CpuKernels(config, find_profile("plain"), threads=1, activations=mode)
         wanted = usual.linear(x, weight)
         address = portable(kernels_by_type[type_name], monkeypatch)
-        records = usual._records.matrices(weight)
+        records = usual._context.records.matrices(weight)
         records[0] = address
         assert torch.equal(usual.linear(x, weight), wanted)
 

@@ -1,0 +1,204 @@
+"""Whole passes from Python: what `ds4flow.kernels.interface.Passes` promises, one call each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+
+from ds4flow.errors import NOT_FINITE, NumericsError
+from ds4flow.kernels.cpu import layout, passes, products, stack
+from ds4flow.kernels.cpu.caches import CacheRecords, Stack, Stacked
+from ds4flow.kernels.cpu.context import Context
+from ds4flow.kernels.cpu.library import library
+from ds4flow.kernels.cpu.lookup import check_ids, look_up, readable
+from ds4flow.kernels.cpu.records import address, put, record
+from ds4flow.kernels.interface import LayerRows
+from ds4flow.model.rope import BLOCK, Rope
+from ds4flow.model.weights import HeadWeights, MtpWeights, TrunkWeights
+from ds4flow.quants import QTensor
+
+
+class WholePasses:
+    """Implements `ds4flow.kernels.interface.Passes`, and `layers` of `Kernels`."""
+
+    def __init__(self, context: Context, caches: CacheRecords) -> None:
+        self.config = context.config
+        self._context = context
+        self._caches = caches
+        self._trunk, self._head, self._draft = (
+            library.address(kernel) for kernel in (passes.trunk, passes.head, passes.draft)
+        )
+
+    def layers(
+        self,
+        streams: torch.Tensor,
+        tokens: Sequence[int],
+        stacked: Stacked,
+        start: int,
+    ) -> torch.Tensor:
+        """Streams `[M, N, D]` after some layers, in one call; writes their cache rows.
+
+        Raises NumericsError naming the layer when a value is not finite.
+        """
+        m = streams.shape[0]
+        made = self._ready(stacked, m, start)
+        out = streams.clone(memory_format=torch.contiguous_format)
+        failed = self._context.call(
+            library.address(stack.stack),
+            made.address,
+            len(stacked),
+            out.data_ptr(),
+            m,
+            start,
+            self._context.numbers(tokens),
+            self._context.between,
+        )
+        if failed:
+            _raise_failed(failed, [layer.index for layer, _, _ in stacked], start)
+        return out
+
+    def trunk(
+        self,
+        tokens: Sequence[int],
+        weights: TrunkWeights,
+        rows: Sequence[LayerRows],
+        ropes: Sequence[Rope],
+        start: int,
+    ) -> torch.Tensor:
+        """Streams `[M, N, D]` of tokens at positions `start ..` after all layers."""
+        m, c, embedding = len(tokens), self.config, weights.embed
+        stacked = list(zip(weights.layers, rows, ropes, strict=True))
+        if not readable(embedding):
+            embedded = look_up(self._context, embedding, tokens)
+            streams = embedded[:, None, :].expand(-1, c.streams, -1)
+            return self.layers(streams, tokens, stacked, start)
+        made = self._ready(stacked, m, start)
+        check_ids(tokens, embedding)
+        if made.trunk is None:
+            data, made.trunk = embedding.data, record(layout.TRUNK_SIZE)
+            for field, value in (
+                (layout.TRUNK_LOOKUP, library.address(products.ROW_LOOKUPS[embedding.type])),
+                (layout.TRUNK_ROWS, data.data_ptr()),
+                (layout.TRUNK_STRIDE, data.stride(0) * data.element_size()),
+                (layout.TRUNK_LAYERS, made.address),
+                (layout.TRUNK_COUNT, len(rows)),
+            ):
+                put(made.trunk, field, value)
+        out = torch.empty((m, c.streams, c.dim))
+        failed = self._context.call(
+            self._trunk,
+            address(made.trunk),
+            self._context.numbers(tokens),
+            m,
+            start,
+            out.data_ptr(),
+            self._context.between,
+        )
+        if failed:
+            _raise_failed(failed, [layer.index for layer in weights.layers], start)
+        return out
+
+    def head(
+        self, streams: torch.Tensor, weights: HeadWeights, output: QTensor
+    ) -> tuple[torch.Tensor, int]:
+        """Logits `[M, V]` of streams `[M, N, D]`, and the first row that is not finite or -1."""
+        streams = streams.contiguous()
+        m, _, dim = streams.shape
+        records = self._context.records
+        made, matrix = records.hyper(weights.hc, weights.norm), records.matrix(output)
+        self._context.reserve(m)
+        self._context.reserve_between(4 * m * dim)
+        out = torch.empty((m, output.shape[0]))
+        failed = self._context.call(
+            self._head, made, matrix, streams.data_ptr(), m, out.data_ptr(), self._context.between
+        )
+        return out, failed - 1
+
+    def draft(
+        self,
+        embedded: torch.Tensor,
+        streams: torch.Tensor,
+        tokens: Sequence[int],
+        weights: MtpWeights,
+        output: QTensor,
+        rows: LayerRows,
+        rope: Rope,
+        start: int,
+        *,
+        written: int,
+        one: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Logits `[M - written, V]` and streams of pairs at `start ..`, after `written` rows.
+
+        `embedded [M, D]` is the tokens' part of the input, normed and projected. `one`: there is
+        one result, and it needs no axis of its own. Also the first row of logits that is not finite
+        or -1.
+        """
+        embedded, streams, c = embedded.contiguous(), streams.contiguous(), self.config
+        m = len(tokens)
+        made = self._ready([(weights.layer, rows, rope)], c.streams * m, start)
+        if made.draft is None:
+            made.draft = record(layout.DRAFT_SIZE)
+            head, records = weights.head, self._context.records
+            for field, value in (
+                (layout.DRAFT_NORM, records.vector(weights.hnorm)),
+                (layout.DRAFT_PROJECTION, records.matrix(weights.h_proj)),
+                (layout.DRAFT_HYPER, records.hyper(head.hc, head.norm)),
+                (layout.DRAFT_OUTPUT, records.matrix(output)),
+                (layout.DRAFT_LAYER, made.address),
+            ):
+                put(made.draft, field, value)
+            self._context.reserve(c.streams * m)  # for columns that were not known before
+        vocab, rest = output.shape[0], m - written
+        logits = torch.empty(vocab) if one else torch.empty((rest, vocab))
+        out = torch.empty((c.streams, c.dim) if one else (rest, c.streams, c.dim))
+        made.draft[layout.DRAFT_TOKENS // 8 :] = (
+            embedded.data_ptr(),
+            streams.data_ptr(),
+            self._context.numbers(tokens),
+            m,
+            written,
+            start,
+            out.data_ptr(),
+            logits.data_ptr(),
+            self._context.between,
+        )
+        failed = self._context.call(self._draft, address(made.draft))
+        if failed > 0:
+            _raise_failed(failed, [weights.layer.index], start + written)
+        return logits, out, -failed - 1
+
+    def _ready(self, stacked: Stacked, m: int, start: int) -> Stack:
+        """Records and room for a pass of `m` rows through some layers."""
+        self._caches.forget()
+        made = self._caches.stack(stacked, start + m)
+        if m <= made.rows and start + m <= made.last:
+            return made
+        c, last = self.config, start + m + BLOCK
+        keys, visible = 0, 0
+        for _, rows_, rope in stacked:
+            self._caches.rope(rope, last)
+            if rows_.index is not None:
+                visible = max(visible, last // rows_.index.ratio)
+                keys = max(keys, c.top_k)
+            elif rows_.compressed is not None:
+                keys = max(keys, last // rows_.compressed.ratio)
+        self._context.reserve(m, c.window + keys, visible)
+        each = 3 * c.dim + c.heads * c.head_dim + c.q_rank + 16 + c.top_k
+        self._context.reserve_between(8 * m * (each + c.streams * c.dim))
+        made.rows, made.last = m, last
+        return made
+
+
+def _raise_failed(failed: int, indices: Sequence[int], start: int) -> NoReturn:
+    """Say which layer of a stack, and which position, gave a value that is not finite."""
+    number, row = (failed & ~stack.ROUTER) >> 32, (failed & 0xFFFFFFFF) - 1
+    if failed & stack.ROUTER:
+        raise NumericsError(f"layer {indices[number]}: the router's scores are not finite")
+    raise NumericsError(
+        f"layer {indices[number]} gave a value that is not finite at position {start + row} "
+        f"(row {row} of the pass)",
+        NOT_FINITE,
+    )
