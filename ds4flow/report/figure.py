@@ -133,5 +133,5 @@ def tick_text(value: float, axis: Axis) -> str:
         index = round(value)
         return axis.labels[index] if 0 <= index < len(axis.labels) else ""
     if axis.percent:
-        return f"{value:.0%}"
+        return f"{100 * value:.4g}%"
     return f"{value:,.10g}"

@@ -78,7 +78,7 @@ def _chart(axes: Axes, chart: Chart) -> None:
     elif chart.x.whole:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if chart.y.percent:
-        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
+        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
     elif chart.y.whole:
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     if sum(bool(layer.name) for layer in chart.layers) > 1:

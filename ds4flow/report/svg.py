@@ -47,8 +47,8 @@ def _chart(chart: Chart) -> str:
     clip = f"{chart.slug}-clip"
     parts = [
         _open(chart, HEIGHT),
-        f'<clipPath id="{clip}"><rect x="{_LEFT}" y="{_TOP - 6}" '
-        f'width="{WIDTH - _LEFT - _RIGHT + 6}" height="{HEIGHT - _TOP - _BOTTOM + 6}"/></clipPath>',
+        f'<clipPath id="{clip}"><rect x="{_LEFT}" y="{_TOP - 9}" '
+        f'width="{WIDTH - _LEFT - _RIGHT + 6}" height="{HEIGHT - _TOP - _BOTTOM + 18}"/></clipPath>',
         *_axes(chart, at_x, at_y, (x_low, x_high), (y_low, y_high)),
         f'<g clip-path="url(#{clip})">',
     ]

@@ -107,6 +107,7 @@ def test_ticks_are_round(low: float, high: float, whole: bool, expected: list[fl
 
 def test_tick_texts() -> None:
     assert tick_text(0.25, Axis("", percent=True)) == "25%"
+    assert tick_text(0.075, Axis("", percent=True)) == "7.5%"
     assert tick_text(12000, Axis("")) == "12,000"
     assert tick_text(1, Axis("", labels=["a", "b"])) == "b"
     assert tick_text(5, Axis("", labels=["a", "b"])) == ""
