@@ -182,7 +182,7 @@ def bench(**options: Any) -> None:
 
 
 @click.command("report")
-@click.argument("word", metavar="RUN|SWEEP", default="latest")
+@click.argument("word", metavar="[RUN|SWEEP]", default="latest")
 @click.option(
     "-o",
     "--output",

@@ -45,10 +45,11 @@ def _chart(chart: Chart) -> str:
         return HEIGHT - _BOTTOM - (y - y_low) / (y_high - y_low) * (HEIGHT - _TOP - _BOTTOM)
 
     clip = f"{chart.slug}-clip"
+    wide, high = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
     parts = [
         _open(chart, HEIGHT),
-        f'<clipPath id="{clip}"><rect x="{_LEFT}" y="{_TOP - 9}" '
-        f'width="{WIDTH - _LEFT - _RIGHT + 6}" height="{HEIGHT - _TOP - _BOTTOM + 18}"/></clipPath>',
+        f'<clipPath id="{clip}"><rect x="{_LEFT}" y="{_TOP - 9}" '  # whole marks at the edges
+        f'width="{wide + 6}" height="{high + 18}"/></clipPath>',
         *_axes(chart, at_x, at_y, (x_low, x_high), (y_low, y_high)),
         f'<g clip-path="url(#{clip})">',
     ]

@@ -108,14 +108,9 @@ class Grid:
             groups.setdefault(one.subject, []).append(one)
         grids = []
         for number, group in enumerate(groups.values(), 1):
-            common = [
-                f"{key}={group[0].job.values[key]}"
-                for key in self.others
-                if len({one.job.values.get(key) for one in group}) == 1
-            ]
-            varied = [
-                key for key in self.others if f"{key}={group[0].job.values[key]}" not in common
-            ]
+            tried = {key: {one.job.values.get(key) for one in group} for key in self.others}
+            common = [f"{key}={value}" for key, (value, *more) in tried.items() if not more]
+            varied = [key for key, found in tried.items() if len(found) > 1]
             name = ", ".join(common) or f"group {number}"
             grids.append(replace(self, done=group, others=varied, name=name))
         return grids
@@ -166,7 +161,10 @@ def _figures(grid: Grid) -> list[Figure]:
         ".2f",
     )
     figures: list[Figure] = [speed, acceptance, length]
-    if DEPTH in (grid.column_key, grid.row_key, *grid.others):
+    if (
+        DEPTH in (grid.column_key, grid.row_key, *grid.others)
+        and len({one.subject for one in grid.done}) <= 1
+    ):
         exact = (cycle for one in grid.done if one.exact for cycle in one.run.cycles())
         figures.append(break_even_figure(Totals.of(exact), "exact jobs"))
     if grid.row_key and len(grid.columns) <= _MOST_GRID and len(grid.rows) <= _MOST_GRID:
