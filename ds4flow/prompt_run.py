@@ -31,8 +31,8 @@ _log = logging.getLogger("ds4flow")
 SOURCE = "prompt set"
 """Origin of values that a set gave to one of its prompts."""
 
-_CARRIED = ("command", "identity", "versions", "machine", "choices", "config")
-_OWN = ("prompt_id", "prompt_category", "prompt_line", "seed", "finish_reason")
+_CARRIED = ("command", "identity", "versions", "machine", "choices", "config")  # by every prompt
+_OWN = ("prompt_id", "prompt_category", "prompt_line", "seed", "finish_reason")  # of one prompt
 
 
 def load(config: DictConfig, run: RunDir) -> State:
@@ -90,7 +90,9 @@ def _perform_set(config: DictConfig, run: RunDir, prompts: PromptSet, shared: St
         outcomes += [Outcome(index, prompts.prompts[index], None) for index in missing]
         result = prompt_summary.collect(outcomes)
         run.release_reserve()
-        run.record(**{**_common(result, run.facts), "identity": result.total.identity})
+        run.record(**_common(result, run.facts))
+        if result.total.prompts:
+            run.record(identity=result.total.identity)
         run.write_json("summary.json", result.summary())
         if talks:
             _show(result, run)
@@ -111,10 +113,13 @@ def _perform_one(
     changes = _changes(config, prompt)
     facts = {name: run.facts[name] for name in _CARRIED if name in run.facts}
     facts["config"] = _config_facts(facts.get("config", {}), prompt, changes)
-    seed = changes.get("sampling.seed")
-    facts |= dict(zip(_OWN, (prompt.id, prompt.category, prompt.line, seed), strict=False))
+    facts |= {
+        "prompt_id": prompt.id,
+        "prompt_category": prompt.category,
+        "prompt_line": prompt.line,
+        "seed": changes.get("sampling.seed"),
+    }
     child = RunDir.create(run.path / prompt.folder(index), facts)
-    child.write("prompt.txt", prompt.written)
     _log.info("prompt %s in %s", prompt.id, child.path.name)
     mine = config.copy()
     for key, value in {**changes, "log.table": False}.items():
@@ -124,6 +129,7 @@ def _perform_one(
     state = shared.share_with(child, prompt.text, prompt.messages)
     try:
         with recorded(child):
+            child.write("prompt.txt", prompt.written)
             build_pipeline(mine).run(state)
     except STOPS:
         raise

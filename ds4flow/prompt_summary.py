@@ -189,8 +189,10 @@ def _row(outcome: Outcome) -> dict[str, Any]:
 
 def line(outcome: Outcome) -> str:
     """One prompt's outcome in a line."""
+    if outcome.status == "failed":
+        return f"failed: {outcome.error}".replace("\n", " / ")
     if outcome.run is None or outcome.status != "complete":
-        return f"{outcome.status}: {outcome.error or 'stopped'}".replace("\n", " / ")
+        return outcome.status
     summary = outcome.run.summary
     return (
         f"{summary.get('output_tokens')} tokens ({summary.get('finish_reason')}), "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def ab(*arguments: str) -> Result:
     return found
 
 
-def record(folder: str = "runs/demo/0001") -> dict[str, Any]:
+def record(folder: str | Path = "runs/demo/0001") -> dict[str, Any]:
     return json.loads((Path(folder) / "ab.json").read_text())
 
 
@@ -52,18 +53,28 @@ def write_set(name: str = "set.jsonl", **changes: str) -> str:
     return f"prompts={name}"
 
 
-def test_the_arms_run_in_turn_and_every_run_is_kept() -> None:
-    found = ab(*FAKE, *SHORT, "--repeats", "3", "--", "mtp.draft=0", "--", "mtp.draft=2")
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """A comparison of no drafts with two, in five pairs, and its directory."""
+    place = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        found = ab(*FAKE, *SHORT, "--json", "--", "mtp.draft=0", "--", "mtp.draft=2")
+    return place / "runs/demo/0001", found
+
+
+def test_the_arms_run_in_turn_and_every_run_is_kept(made: tuple[Path, Result]) -> None:
+    folder, found = made
     assert found.exit_code == 0, found.stderr
-    facts = record()
+    facts = record(folder)
     assert facts["status"] == "complete"
-    assert "".join(run["arm"] for run in facts["order"]) == "BA" + "ABBAAB"
-    assert [run["warmup"] for run in facts["order"]] == [True] * 2 + [False] * 6
+    assert "".join(run["arm"] for run in facts["order"]) == "BA" + "ABBAABBAAB"
+    assert [run["warmup"] for run in facts["order"]] == [True] * 2 + [False] * 10
     names = [run["directory"] for run in facts["order"]]
-    assert names == sorted(path.name for path in Path("runs/demo/0001").glob("0*"))
-    assert [path.name for path in find_runs("runs")] == names
+    assert names == sorted(path.name for path in folder.glob("0*"))
+    assert [path.name for path in find_runs(folder)] == names
     for entry in facts["order"]:
-        run = Run.open(Path("runs/demo/0001") / entry["directory"])
+        run = Run.open(folder / entry["directory"])
         assert run.status == "complete"
         assert run.facts["arm"] == entry["arm"]
         assert run.config["mtp.draft"] == {"A": 0, "B": 2}[entry["arm"]]
@@ -72,19 +83,16 @@ def test_the_arms_run_in_turn_and_every_run_is_kept() -> None:
         assert len(run.tokens) == 9
     assert facts["differences"] == {"mtp.draft": [0, 2]}
     assert not facts["same_config"]
-    for word in ("A: mtp.draft=0", "B: mtp.draft=2", "verdict: ", "order statistics", "one prompt"):
-        assert word in found.stdout
+    assert facts["text"] == {"equal": True, "compared_tokens": 9, "must_be_equal": True}
     assert "1 before are discarded" in found.stderr
-    assert "the same 9 tokens in every run of both arms" in found.stdout
 
 
-def test_ratios_are_those_of_the_pairs_that_ran_together() -> None:
-    assert ab(*FAKE, *SHORT, "--", "mtp.draft=0", "--", "mtp.draft=2").exit_code == 0
-    facts = record()
+def test_ratios_are_those_of_the_pairs_that_ran_together(made: tuple[Path, Result]) -> None:
+    facts = record(made[0])
     rates: dict[str, list[float]] = {"A": [], "B": []}
     for entry in facts["order"]:
         if not entry["warmup"]:
-            run = Run.open(Path("runs/demo/0001") / entry["directory"])
+            run = Run.open(made[0] / entry["directory"])
             rates[entry["arm"]].append(run.summary["tokens_per_second"])
     assert facts["figures"]["A"]["tokens_per_second"]["values"] == rates["A"]
     pairs = [b / a for a, b in zip(rates["A"], rates["B"], strict=True)]
@@ -97,15 +105,8 @@ def test_ratios_are_those_of_the_pairs_that_ran_together() -> None:
     assert "order statistics" in interval["method"]
 
 
-def test_json_is_what_ab_json_holds() -> None:
-    arguments = ("--repeats", "1", "--json", "--", "mtp.draft=0", "--", "mtp.draft=2")
-    found = ab(*FAKE, *SHORT, *arguments)
-    printed = json.loads(found.stdout)
-    kept = record()
-    assert {key: kept[key] for key in printed} == kept
-    assert {**printed, "status": 0, "ended": 0, "error": 0} == {
-        **kept, "status": 0, "ended": 0, "error": 0,
-    }  # fmt: skip
+def test_json_is_what_ab_json_holds(made: tuple[Path, Result]) -> None:
+    assert json.loads(made[1].stdout) == record(made[0])
 
 
 def test_the_same_config_twice_is_called_an_a_a_run() -> None:
@@ -116,7 +117,9 @@ def test_the_same_config_twice_is_called_an_a_a_run() -> None:
     assert "A/A: the arms are the same config" in found.stderr
     assert "verdict: A/A: this is noise alone" in found.stdout
     assert "one load for both arms" in found.stdout
-    assert ab(*FAKE, *SHORT, "--repeats", "1", "--", "--").exit_code == 0
+    for word in ("A: mtp.draft=1", "B: mtp.draft=1", "order statistics", "note: one prompt only"):
+        assert word in found.stdout
+    assert "the same 9 tokens in every run of both arms" in found.stdout
 
 
 def test_arms_from_yaml_files() -> None:
@@ -228,21 +231,45 @@ def test_sets_are_compared_by_category() -> None:
         ("--", "prompts=set.jsonl", "--", "prompt=abc"),
     ],
 )
-def test_report_69_other_prompts_are_refused_unless_allowed(arms: tuple[str, ...]) -> None:
+def test_report_69_other_prompts_are_refused(arms: tuple[str, ...]) -> None:
     write_set()
     write_set("other.jsonl", prompt="xyz")
-    words = (*FAKE, SHORT[1], "--repeats", "1")
-    found = ab(*words, *arms)
+    found = ab(*FAKE, *arms)
     assert found.exit_code == 2
     assert "the arms have different prompts" in found.stderr
     assert "--allow prompts" in found.stderr
-    facts = record()
-    assert facts["status"] == "failed"
-    assert len(facts["order"]) == 2  # stopped after one run of each
-    found = ab(*words, "--allow", "prompts", *arms)
+    assert not Path("runs").exists()  # nothing was loaded
+
+
+def test_report_69_other_prompts_can_be_allowed_and_are_said() -> None:
+    words = (*FAKE, SHORT[1], "--repeats", "1", "--warmup", "0", "--allow", "prompts")
+    found = ab(*words, "--", "prompt=one", "--", "prompt=two")
     assert found.exit_code == 0, found.stderr
     assert "note: allowed to differ: prompts" in found.stdout
-    assert record("runs/demo/0002")["text"]["equal"] is None
+    assert record()["text"]["equal"] is None
+
+
+def test_report_69_another_chat_format_makes_another_prompt() -> None:
+    words = ("name=t", "commit.max_tokens=4", "--repeats", "1")
+    found = ab(*words, "--", "model.chat=raw", "--", "model.chat=nothink")
+    assert found.exit_code == 2
+    assert "the arms have different prompts" in found.stderr
+    facts = record("runs/t/0001")
+    assert facts["status"] == "failed"
+    assert len(facts["order"]) == 2  # stopped after one run of each
+
+
+def test_other_weights_can_be_allowed_and_are_loaded_each() -> None:
+    path = Path(str(resources.files("ds4flow.demo") / "ds4flow-demo.gguf"))
+    data = bytearray(path.read_bytes())
+    data[-64] ^= 1
+    Path("other.gguf").write_bytes(data)
+    words = ("name=t", "commit.max_tokens=4", "--repeats", "1", "--warmup", "0")
+    arms = ("--", "mtp.draft=1", "--", "model.path=other.gguf", "model.sha256=null")
+    found = ab(*words, "--allow", "weights", *arms)
+    assert found.exit_code == 0, found.stderr
+    assert "text: not compared: the arms have different weights" in found.stdout
+    assert record("runs/t/0001")["loads"] == 2
 
 
 def facts_of(**changes: Any) -> dict[str, Any]:
@@ -305,7 +332,7 @@ def test_texts_that_part_though_both_arms_are_exact_are_a_fault(
 
     monkeypatch.setattr(fakes, "chaotic", faulty)
     arms = ("--", "mtp.draft=0", "--", "mtp.draft=4")
-    found = ab(*FAKE, *SHORT, "--repeats", "1", *arms)
+    found = ab(*FAKE, *SHORT, "--repeats", "1", "--warmup", "0", *arms)
     assert found.exit_code == 1
     assert "text: not the same, which is a fault" in found.stdout
     assert "part at output token" in found.stdout
@@ -357,8 +384,8 @@ def test_report_39_an_arm_without_drafts_loads_no_block_that_drafts(
 
 
 def test_a_failure_names_the_arm_and_keeps_what_was_run() -> None:
-    arms = ("--", "mtp.draft=0", "--", "model=file", "model.path=nowhere.gguf")
-    found = ab("name=t", "commit.max_tokens=4", *arms)
+    arms = ("--", "mtp.draft=0", "--", "model=file", "model.path=nowhere.gguf", "prompt=x")
+    found = ab("name=t", "prompt=x", "commit.max_tokens=4", *arms)
     assert found.exit_code == 1
     assert found.stderr.splitlines()[-2].startswith("error: arm B (model=file ")
     facts = record("runs/t/0001")

@@ -22,6 +22,7 @@ from ds4flow.ab.result import (
     figures,
     rates,
     ratio,
+    refuse,
     refuse_unlike,
     verdict,
     warnings,
@@ -64,11 +65,13 @@ def ab_command(
     for notice in dict.fromkeys((*arms[0].notices, *arms[1].notices)):
         say(notice)
     differences = differing(*arms)
+    if _asked(arms[0]) != _asked(arms[1]):  # before anything is loaded
+        refuse(["prompts"], options.allow)
     tree, patch = origin.source_tree()
     path = rundir.allocate(template)
-    if patch:
-        (path / "source.patch").write_bytes(patch)
     comparison = Comparison(path, arms, _facts(arms, differences, options, tree))
+    if patch:
+        comparison.folder.write("source.patch", patch)
     _announce(arms, differences, options)
     allowed: list[str] = []
 
@@ -97,6 +100,15 @@ def ab_command(
     else:
         _show(comparison, text)
     return int(text.fault)
+
+
+def _asked(arm: Arm) -> str:
+    """What the arm is asked to continue; raises for a set or a file that cannot be read."""
+    from ds4flow.prompt_run import read_set
+    from ds4flow.wiring import read_prompt
+
+    prompts = read_set(arm.config)
+    return read_prompt(arm.config) if prompts is None else prompts.sha256
 
 
 def _facts(

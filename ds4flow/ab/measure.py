@@ -6,7 +6,7 @@ Promise: ab.json names every run in its order, also of a comparison that was sto
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -26,8 +26,6 @@ from ds4flow.runs.record import Run
 from ds4flow.wiring import build_pipeline
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ds4flow.pipeline import State
 
 RECORD = "ab.json"
@@ -50,7 +48,12 @@ class Comparison:
     def record(self, **facts: Any) -> None:
         """Add facts to ab.json."""
         self.facts.update(facts)
-        RunDir(self.path, {}).write_json(RECORD, self.facts)
+        self.folder.write_json(RECORD, self.facts)
+
+    @property
+    def folder(self) -> RunDir:
+        """The directory to write into; it holds runs and is none."""
+        return RunDir(self.path, {})
 
     @contextmanager
     def recorded(self) -> Iterator[None]:

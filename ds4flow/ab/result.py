@@ -60,6 +60,12 @@ def unlike(first: Run, second: Run) -> list[str]:
 def refuse_unlike(first: Run, second: Run, allowed: Sequence[str]) -> list[str]:
     """Return the conditions in which the arms differ by permission; UsageError for any other."""
     found = unlike(first, second)
+    refuse(found, allowed)
+    return found
+
+
+def refuse(found: Sequence[str], allowed: Sequence[str]) -> None:
+    """Raise UsageError for conditions that differ without permission."""
     refused = [name for name in found if name not in allowed]
     if refused:
         raise UsageError(
@@ -67,7 +73,6 @@ def refuse_unlike(first: Run, second: Run, allowed: Sequence[str]) -> list[str]:
             "the change",
             f"make them equal, or compare all the same with --allow {','.join(found)}",
         )
-    return found
 
 
 # --- texts ----------------------------------------------------------------------------------------
@@ -105,9 +110,11 @@ def check_texts(first: Sequence[Run], second: Sequence[Run], unlike_in: Sequence
         why = f"the arms have different {' and '.join(unlike_in)}"
         return TextCheck(None, 0, False, f"not compared: {why}")
     identities = sorted({str(run.facts.get("identity")) for run in (*first, *second)})
-    kernels = {(run.facts.get("kernels"), run.config.get("model.profile")) for run in first[:1]}
-    kernels |= {(run.facts.get("kernels"), run.config.get("model.profile")) for run in second[:1]}
-    must = identities == ["exact"] and len(kernels) == 1
+    kernels = [
+        (run.facts.get("kernels"), run.facts.get("device"), run.config.get("model.profile"))
+        for run in (first[0], second[0])
+    ]
+    must = identities == ["exact"] and kernels[0] == kernels[1]
     why = "" if must else "other kernels" if identities == ["exact"] else " and ".join(identities)
     for run in (*second, *first[1:]):
         for name, part in parts(run).items():
