@@ -134,10 +134,21 @@ def verify(overrides: tuple[str, ...], depths: str, prompts: tuple[str, ...], dr
 @click.command("bench")
 @click.argument("model", metavar="[FILE]", default="demo")
 @click.option("--mtp", metavar="FILE", help="GGUF file with the MTP block.")
-@click.option("--kernels", default="auto", show_default=True, help="cpu, cpu-int8 or reference.")
+@click.option(
+    "--kernels",
+    default="auto",
+    show_default=True,
+    help="cpu, cpu-int8, gpu, reference or static.",
+)
+@click.option(
+    "--synth",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Of synth-flash: a changed dimension or weight type. May be repeated.",
+)
 @click.option("--profile", help="official or plain.  [official; plain for the demo model]")
 @click.option("--threads", default="1", show_default=True, metavar="N,..")
-@click.option("--only", default="", help="Of machine,start,speed,verify,products,decoding.")
+@click.option("--only", default="", help="Of machine,start,speed,verify,products,decoding,graph.")
 @click.option("--contexts", default="64,1024", show_default=True, metavar="N,..")
 @click.option("--widths", default="1-8", show_default=True, help="Rows of a verify pass.")
 @click.option("--width-context", default=1024, show_default=True, metavar="N")
@@ -164,6 +175,8 @@ def verify(overrides: tuple[str, ...], depths: str, prompts: tuple[str, ...], dr
 @click.option("--csv", metavar="FILE", help="Write the results as CSV.")
 def bench(**options: Any) -> None:
     """Measure FILE (the demo model without one): speeds, cost by width, speculation, start.
+
+    FILE may be synth-flash: Flash's dimensions with random weights, made on the device.
 
     What is compared is interleaved in one run; medians and spread are shown.
     """

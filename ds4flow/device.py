@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import shutil
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -175,7 +176,18 @@ def free_bytes(device: torch.device) -> int | None:
     return None
 
 
-def check_fits(needed: int, free: int | None, what: str) -> None:
+def available_memory() -> int | None:
+    """Memory of the machine that new data can take, in bytes; None where the system does not
+    tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(found.split()[1]) * 1024
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
+def check_fits(needed: int, free: int | None, what: str, fix: str = "") -> None:
     """Raise Ds4FlowError with both sizes when `needed` bytes exceed the `free` ones of a device.
 
     None means that there is no limit to check.
@@ -183,5 +195,5 @@ def check_fits(needed: int, free: int | None, what: str) -> None:
     if free is not None and needed > free:
         raise Ds4FlowError(
             f"{what} need {needed / 2**30:.1f} GiB, but the device has {free / 2**30:.1f} GiB free",
-            "use a file with a smaller quantisation, free the device, or use runtime=cpu",
+            fix or "use a file with a smaller quantisation, free the device, or use runtime=cpu",
         )

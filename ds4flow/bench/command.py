@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.console import Console
 from ds4flow import chat, origin
 from ds4flow.bench.decoding import Arm, measure_decoding, measure_peer
 from ds4flow.bench.engine import Engine
+from ds4flow.bench.graph import measure_graph, planned, rehearsal_model
 from ds4flow.bench.machine import measure_start, read_bandwidth
 from ds4flow.bench.output import csv_text, json_text, show, write_text
 from ds4flow.bench.passes import measure_contexts, measure_matmuls, measure_widths
@@ -20,13 +22,16 @@ from ds4flow.bench.peer import check_peer
 from ds4flow.bench.results import MachineResult, Report, StartResult
 from ds4flow.bench.samples import Samples
 from ds4flow.bench.settings import Say, Settings, random_tokens
+from ds4flow.device import FIXED_SHAPES, DeviceChoice, choose
 from ds4flow.errors import UsageError, near_match
 from ds4flow.gguf import GgufFile
 from ds4flow.model.trunk import BACKENDS
 from ds4flow.model.weights import find_mtp_layout
+from ds4flow.synth.presets import SYNTH_FLASH, changed
 from ds4flow.tokenizer import Tokenizer
 
-SECTIONS = ("machine", "start", "speed", "verify", "products", "decoding")
+SECTIONS = ("machine", "start", "speed", "verify", "products", "decoding", "graph")
+SYNTH = "synth-flash"
 PROMPT_TOKENS = 64  # of a random prompt
 
 
@@ -47,6 +52,7 @@ class BenchOptions:
     oracle: tuple[str, ...] = ("0.8,0.8",)  # rates by position; as many drafts as rates
     prompts: tuple[str, ...] = ()  # texts; one of random tokens when empty
     peer: str | None = None
+    synth: tuple[str, ...] = ()  # KEY=VALUE, changes of synth-flash
     cold: bool = False  # also a start with an empty cache of compiled kernels
     check: bool = True  # compare speculation with greedy bit by bit
     json: str | None = None
@@ -60,10 +66,16 @@ def bench_command(options: BenchOptions) -> int:
     Raises UsageError before anything is measured when the options make no sense, Ds4FlowError
     when a file cannot be used or written.
     """
-    plan = _Plan.of(options)
     screen = Console(stderr=True)
-    with screen.status("opening the model") as status:
-        report = measure(plan, say=status.update)
+    if options.model.removeprefix("model=") == SYNTH:
+        with screen.status("making random weights") as status:
+            report = rehearse(options, say=status.update)
+    else:
+        if options.synth:
+            raise UsageError("--synth changes synth-flash only", f"use: ds4flow bench {SYNTH}")
+        plan = _Plan.of(options)
+        with screen.status("opening the model") as status:
+            report = measure(plan, say=status.update)
     show(report, Console())
     if options.json:
         write_text(Path(options.json), json_text(report))
@@ -78,7 +90,7 @@ class _Plan:
 
     main: GgufFile
     mtp: GgufFile | None
-    kernels: str
+    choice: DeviceChoice
     profile: str
     threads: tuple[int, ...]
     sections: tuple[str, ...]
@@ -97,7 +109,8 @@ class _Plan:
         if options.peer is not None:
             check_peer(options.peer)
         threads = numbers("threads", options.threads, low=1)
-        sections = _sections(options.only)
+        choice = _choose(options.kernels, graph=options.only.strip() == "graph")
+        sections = _sections(options.only, choice.kernels)
         main = GgufFile.open(options.model)
         mtp = None if options.mtp is None else GgufFile.open(options.mtp)
         if mtp is None and find_mtp_layout(main) is not None:
@@ -110,7 +123,7 @@ class _Plan:
         return cls(
             main=main,
             mtp=mtp,
-            kernels=_kernels(options.kernels),
+            choice=choice,
             profile=options.profile,
             threads=threads,
             sections=sections,
@@ -142,11 +155,11 @@ def measure(plan: _Plan, *, say: Say) -> Report:
             report.results.append(MachineResult(threads, bandwidth))
         if "start" in plan.sections:
             report.results.append(_starts(plan, threads, tell))
-        if not {"speed", "verify", "products", "decoding"} & set(plan.sections) and not plan.peer:
+        if not set(SECTIONS[2:]) & set(plan.sections) and not plan.peer:
             continue
         tell("loading the model and its kernels")
         engine = Engine.load(
-            plan.main, plan.mtp, kernels=plan.kernels, profile=plan.profile, threads=threads
+            plan.main, plan.mtp, choice=plan.choice, profile=plan.profile, threads=threads
         )
         _measure_engine(plan, engine, bandwidth, report, tell)
     return report
@@ -169,6 +182,15 @@ def _measure_engine(
             report.results += measure_matmuls(
                 engine, settings, rows=rows, bandwidth=bandwidth, say=say
             )
+    if "graph" in plan.sections:
+        report.results += measure_graph(
+            engine.model,
+            engine.trunk_tensors(),
+            plan.contexts,
+            _drafts(plan.widths, engine.model.mtp is not None),
+            settings,
+            say=say,
+        )
     prompts = _prompt_ids(plan, engine)
     if "decoding" in plan.sections:
         report.results += measure_decoding(
@@ -187,14 +209,14 @@ def _starts(plan: _Plan, threads: int, say: Say) -> StartResult:
         start = measure_start(
             plan.main.path,
             None if plan.mtp is None else plan.mtp.path,
-            kernels=plan.kernels,
+            kernels=plan.choice.kernels,
             profile=plan.profile,
             threads=threads,
             cold=bool(cold),
         )
         if cold is not None:
             starts.append(start)
-    return StartResult(threads, plan.kernels, tuple(starts))
+    return StartResult(threads, plan.choice.kernels, tuple(starts))
 
 
 def _prompt_ids(plan: _Plan, engine: Engine) -> list[list[int]]:
@@ -206,20 +228,59 @@ def _prompt_ids(plan: _Plan, engine: Engine) -> list[list[int]]:
 
 def _facts(plan: _Plan) -> dict[str, object]:
     tree, _ = origin.source_tree()
-    return {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    return _time_and_place(plan.settings) | {
         "model": str(plan.main.path),
         "model_name": plan.main.metadata.get("general.name"),
         "model_bytes": plan.main.size,
         "mtp": None if plan.mtp is None else str(plan.mtp.path),
-        "kernels": plan.kernels,
+        "kernels": plan.choice.kernels,
+        "device": plan.choice.name,
+        "device_why": plan.choice.why,
         "profile": plan.profile,
-        "settings": vars(plan.settings),
+        "source": tree,
+    }
+
+
+def _time_and_place(settings: Settings) -> dict[str, object]:
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "settings": vars(settings),
         "versions": origin.versions(),
         "machine": origin.machine(),
-        "source": tree,
         "torch_config": torch.__config__.parallel_info().splitlines()[0],
     }
+
+
+def rehearse(options: BenchOptions, *, say: Say) -> Report:
+    """The decode graph on a model of Flash's dimensions with random weights, made on the device.
+
+    Raises UsageError for keys that give no model, Ds4FlowError with the sizes when it does not fit.
+    """
+    words = (word.partition("=") for word in options.synth)
+    made = changed(SYNTH_FLASH, {key: value for key, _, value in words})
+    choice = _choose(options.kernels, graph=True)
+    torch.set_num_threads(numbers("threads", options.threads, low=1)[0])
+    contexts, widths = (
+        numbers(name, getattr(options, name), low=1) for name in ("contexts", "widths")
+    )
+    model = rehearsal_model(made, choice, options.profile, seed=options.settings.seed)
+    tensors = planned(made)
+    tree, _ = origin.source_tree()
+    facts = _time_and_place(options.settings) | {
+        "model": SYNTH,
+        "model_bytes": sum(info.nbytes for info in tensors),
+        "changes": list(options.synth),
+        "kernels": choice.kernels,
+        "device": choice.name,
+        "device_why": choice.why,
+        "profile": options.profile,
+        "source": tree,
+    }
+    drafts = _drafts(widths, True)
+    results = measure_graph(model, tensors, contexts, drafts, options.settings, say=say)
+    report = Report(facts)
+    report.results += results
+    return report
 
 
 # --- reading options -----------------------------------------------------------------------------
@@ -241,7 +302,8 @@ def numbers(name: str, text: str, *, low: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _sections(text: str) -> tuple[str, ...]:
+def _sections(text: str, kernels: str) -> tuple[str, ...]:
+    """The sections that were asked for; of all, those that the kernels can do."""
     wanted = tuple(part.strip() for part in text.split(",") if part.strip())
     for section in wanted:
         if section not in SECTIONS:
@@ -249,18 +311,34 @@ def _sections(text: str) -> tuple[str, ...]:
                 f"--only {section} is not a section",
                 near_match(section, SECTIONS) or f"use some of {', '.join(SECTIONS)}",
             )
-    return tuple(section for section in SECTIONS if section in wanted) or SECTIONS
+    if "graph" in wanted and kernels not in FIXED_SHAPES:
+        raise _unfit(kernels)
+    able = SECTIONS if kernels in FIXED_SHAPES else SECTIONS[:-1]
+    return tuple(section for section in SECTIONS if section in wanted) or able
 
 
-def _kernels(name: str) -> str:
-    if name == "auto":
-        return next(known for known in ("cpu", "reference") if known in BACKENDS)
-    if name not in BACKENDS:
+def _choose(kernels: str, *, graph: bool) -> DeviceChoice:
+    """Device and kernels; with `graph` only those that the decode graph can use."""
+    if kernels not in ("auto", *BACKENDS):
         raise UsageError(
-            f"--kernels {name} is not a kernel backend",
-            near_match(name, BACKENDS) or f"use one of auto, {', '.join(BACKENDS)}",
+            f"--kernels {kernels} is not a kernel backend",
+            near_match(kernels, BACKENDS) or f"use one of auto, {', '.join(BACKENDS)}",
         )
-    return name
+    if graph and kernels not in ("auto", *FIXED_SHAPES):
+        raise _unfit(kernels)
+    return choose("auto", kernels, graph=graph)
+
+
+def _unfit(kernels: str) -> UsageError:
+    return UsageError(
+        f"the decode graph needs kernels of fixed shapes, and --kernels {kernels} has none",
+        f"use --kernels {' or '.join(FIXED_SHAPES)}",
+    )
+
+
+def _drafts(widths: Sequence[int], drafting: bool) -> list[int]:
+    """Numbers of drafts from numbers of rows; none without a drafter."""
+    return [width - 1 for width in widths] if drafting else [0]
 
 
 def _arms(options: BenchOptions, *, drafting: bool) -> tuple[Arm, ...]:

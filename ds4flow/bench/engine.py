@@ -17,6 +17,7 @@ from ds4flow.bench.drafters import Drafter
 from ds4flow.bench.samples import Clock
 from ds4flow.cache import KVCache
 from ds4flow.depth import DepthPolicy
+from ds4flow.device import DeviceChoice
 from ds4flow.errors import UsageError
 from ds4flow.gguf import GgufFile, TensorInfo
 from ds4flow.model.mtp import Pairs
@@ -44,14 +45,21 @@ class Engine:
         mtp: GgufFile | None = None,
         *,
         kernels: str = "reference",
+        choice: DeviceChoice | None = None,
         profile: str = "official",
         threads: int = 1,
     ) -> Engine:
-        """Load for a number of threads, which holds for the process until the next load."""
+        """Load for a number of threads, which holds for the process until the next load.
+
+        `choice` names a device too.
+        """
         if threads < 1:
             raise UsageError(f"threads={threads} is not a number of threads", "use 1 or more")
         torch.set_num_threads(threads)
-        model = Model.load(main, mtp, profile=profile, kernels=kernels)
+        device = None
+        if choice is not None:
+            kernels, device = choice.kernels, torch.device(choice.name)
+        model = Model.load(main, mtp, profile=profile, kernels=kernels, device=device)
         return cls(model, main, mtp, kernels, threads)
 
     def trunk_tensors(self) -> list[TensorInfo]:
@@ -116,6 +124,7 @@ def prepare(
         context=max(len(prompt), length) + room,
         draft_max=0,
         chunk=max(chunk, room),  # rings that survive writing all of the room and going back
+        device=model.device,
     )
     hidden: torch.Tensor | None = None
     started = clock()

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from ds4flow.bench.results import (
     ContextResult,
+    GraphResult,
     MachineResult,
     MatmulResult,
     PeerResult,
@@ -110,6 +111,21 @@ def _width(result: WidthResult) -> Lines:
     ]
 
 
+def _graph(result: GraphResult) -> Lines:
+    share = "" if result.share is None else f"{100 * result.share:.0f}%"
+    return [
+        (
+            str(result.drafts),
+            str(result.context),
+            result.mode,
+            figure(result.seconds, 1e3),
+            figure(result.ratio),
+            figure(result.hoped),
+            share,
+        )
+    ]
+
+
 def _product(result: MatmulResult) -> Lines:
     share = "" if result.share is None else f"{100 * result.share:.0f}%"
     return [(result.what, str(result.width), figure(result.rate, 1e-9), share)]
@@ -174,6 +190,12 @@ _TABLES: Mapping[type, Layout] = {
         "cost of a pass by its rows, against one row",
         ("rows", "context", "ms", "cost", "bytes", "cost/bytes"),
         _width,
+    ),
+    GraphResult: Layout(
+        "cycles of the decode graph; tok/s with SYNTHETIC drafts, 0.8 of them accepted; share of "
+        "the device's copy bandwidth",
+        ("drafts", "context", "mode", "ms", "cost", "tok/s", "share"),
+        _graph,
     ),
     MatmulResult: Layout(
         "weights read by kind of product", ("weights", "rows", "GB/s", "share"), _product

@@ -140,6 +140,46 @@ class WidthResult:
 
 
 @dataclass(frozen=True)
+class GraphResult:
+    """Cycles of the decode graph: seconds each, with `drafts` drafts, and the ratio to none.
+
+    `mode` is graph or eager. `hoped` are tokens a second if every draft were accepted with the
+    synthetic rate `acceptance`. `weight_bytes` are what one token reads; `share` is the part of the
+    device's copy bandwidth that greedy decoding amounts to, None without one.
+    """
+
+    threads: int
+    context: int
+    drafts: int
+    mode: str
+    seconds: Samples
+    ratio: Samples
+    weight_bytes: float
+    acceptance: float
+    share: float | None
+
+    @property
+    def hoped(self) -> Samples:
+        """Tokens a second."""
+        tokens = sum(self.acceptance**depth for depth in range(self.drafts + 1))
+        return Samples(tuple(tokens / value for value in self.seconds.values))
+
+    def rows(self) -> list[Row]:
+        """Flat rows."""
+        what, place = f"{self.drafts} drafts, {self.mode}", (self.threads, self.context)
+        note = f"synthetic acceptance of {self.acceptance}" if self.drafts else ""
+        rows = [
+            _row("graph", what, *place, "cycle", "ms", scale(self.seconds, 1e3)),
+            _row("graph", what, *place, "cost", "x", self.ratio),
+            _row("graph", what, *place, "rate", "tok/s", self.hoped, note),
+        ]
+        if self.share is not None:
+            note = "weights, of the device's copy bandwidth"
+            rows.append(_single("graph", what, *place, "bandwidth", "%", 100 * self.share, note))
+        return rows
+
+
+@dataclass(frozen=True)
 class MatmulResult:
     """Weight bytes per second of one kind of product; `share` of the measured bandwidth."""
 
@@ -272,6 +312,7 @@ Result = (
     | StartResult
     | ContextResult
     | WidthResult
+    | GraphResult
     | MatmulResult
     | SpeculationResult
     | PeerResult

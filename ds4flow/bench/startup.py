@@ -31,7 +31,7 @@ def main(text: str) -> None:
         profile=job["profile"],
         threads=job["threads"],
     )
-    cache = KVCache(engine.model.config, context=8, draft_max=1)
+    cache = KVCache(engine.model.config, context=8, draft_max=1, device=engine.model.device)
     loaded = time.perf_counter()
     times = []
     for token in (0, 1):

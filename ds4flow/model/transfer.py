@@ -24,7 +24,7 @@ def on_device(
 
     `progress` is told the bytes copied so far and in all, after each tensor.
     """
-    total = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(weights))
+    total = stored_bytes(weights)
     done = 0
 
     def copied(value: Any) -> Any:
@@ -47,6 +47,11 @@ def on_device(
 
     moved: T = copied(weights)
     return moved
+
+
+def stored_bytes(weights: Any) -> int:
+    """Bytes of all tensors of a structure of weights."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(weights))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

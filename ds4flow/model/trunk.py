@@ -154,6 +154,12 @@ class Model:
         backend.prepare(matrices)
         return model
 
+    @property
+    def device(self) -> torch.device:
+        """Where activations and cache lie."""
+        found: torch.device = getattr(self.kernels, "device", torch.device("cpu"))
+        return found
+
     def matrices(self) -> Iterator[QTensor]:
         """Every weight that enters a matrix product, MTP included; the embedding is none."""
         yield from self._trunk_matrices()

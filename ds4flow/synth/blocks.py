@@ -6,6 +6,7 @@ decoded value is finite.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -159,6 +160,15 @@ def _iq2_xxs(rng: np.random.Generator, count: int, std: float) -> np.ndarray:
     return np.concatenate((_halves(steps), _bytes(rng, count, 64)), axis=1)
 
 
+def _mxfp4(rng: np.random.Generator, count: int, std: float) -> np.ndarray:
+    # powers of two alone: of two neighbouring exponents as many as give the wanted variance
+    wanted = std**2 / np.mean(np.square([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]))
+    exponent = math.floor(math.log2(wanted) / 2)
+    larger = (wanted / 4.0**exponent - 1.0) / 3.0
+    exponents = 127 + exponent + (rng.random(count) < larger)
+    return np.concatenate((exponents.astype(np.uint8)[:, None], _bytes(rng, count, 16)), axis=1)
+
+
 _PLAIN: Mapping[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
@@ -172,5 +182,6 @@ TYPES: Mapping[str, Callable[[np.random.Generator, int, float], np.ndarray]] = {
     "Q4_K": _q4_k,
     "Q2_K": _q2_k,
     "IQ2_XXS": _iq2_xxs,
+    "MXFP4": _mxfp4,
 }
 """Makers of blocks by type: (generator, number of blocks, standard deviation) to uint8 rows."""

@@ -81,7 +81,7 @@ FLASH = _config(
     **{"o_rank": 1024, "index_heads": 64, "top_k": 512, "experts": 256, "experts_used": 6},
     **{"expert_dim": 2048, "hash_layers": 3, "context_length": 1048576},
 )
-"""DeepSeek-V4-Flash. Not a preset: 87 GB."""
+"""DeepSeek-V4-Flash."""
 
 _MEDIUM = _config(
     flash_ratios(12)[:-1],
@@ -125,6 +125,9 @@ PRESETS: Mapping[str, Recipe] = {
     )
 }
 
+SYNTH_FLASH = Recipe("synth-flash", FLASH, {**Q2, **MTP})
+"""What `ds4flow bench synth-flash` makes in memory. Not a preset of files: 87 GB."""
+
 _HINTS = get_type_hints(ModelConfig)
 _FIXED = ("clamp", "clamp_shared")  # set as one number each
 _GAINS = ("contribution", "logit_std")
@@ -148,7 +151,11 @@ def recipe(preset: str, changes: Mapping[str, str] | None = None) -> Recipe:
             f"preset={preset} is not a synthetic model",
             near_match(preset, PRESETS) or f"use one of: {', '.join(PRESETS)}",
         )
-    base, changes = PRESETS[preset], dict(changes or {})
+    return changed(PRESETS[preset], changes or {})
+
+
+def changed(base: Recipe, changes: Mapping[str, str]) -> Recipe:
+    """A recipe with some keys changed, as `recipe` does."""
     unknown = [key for key in changes if key not in KEYS]
     if unknown:
         raise UsageError(

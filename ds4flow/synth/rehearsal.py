@@ -45,19 +45,20 @@ _SPREAD = {"Q8_0": 74.0, "Q4_K": 290.0, "Q2_K": 14.0, "IQ2_XXS": 62.0, "MXFP4": 
 class Synthesis:
     """Makes random weights of given types on a device; the same seed gives the same bits there.
 
+    `mix` is one of MIXES, or the types by role.
     `adopt` may take each matrix over as soon as it is made and return what stands for it.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        mix: str,
+        mix: str | Mapping[str, str],
         device: torch.device,
         seed: int = 0,
         adopt: Callable[[QTensor], QTensor] | None = None,
     ) -> None:
         self.config = config
-        self.types = MIXES[mix]
+        self.types = MIXES[mix] if isinstance(mix, str) else mix
         self.device = device
         self._adopt = adopt
         self._count = 0

@@ -20,8 +20,8 @@ from ds4flow.bench.passes import measure_contexts, measure_matmuls, measure_widt
 from ds4flow.bench.results import MachineResult, PeerResult, Report, Row, StartResult
 from ds4flow.bench.samples import Samples
 from ds4flow.bench.settings import Settings, random_tokens
+from ds4flow.device import DeviceChoice
 from ds4flow.errors import Ds4FlowError, UsageError
-from ds4flow.model.trunk import BACKENDS
 
 QUICK = Settings(repeats=2, warmup=0, tokens=4, chunk=8, fill_cap=30)
 BANDWIDTH = Samples((1e9, 1e9))
@@ -301,9 +301,10 @@ def test_lists_of_numbers() -> None:
 def test_auto_takes_the_fastest_backend_there_is(
     options: BenchOptions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name in set(BACKENDS) - {"reference"}:
-        monkeypatch.delitem(BACKENDS, name)
+    found = DeviceChoice("cpu", "reference", "the best here")
+    monkeypatch.setattr("ds4flow.device.choose_device", lambda runtime: found)
     path = tmp_path / "a.json"
     wanted = replace(options, kernels="auto", only="verify", json=str(path))
     assert bench_command(wanted) == 0
-    assert json.loads(path.read_text())["kernels"] == "reference"
+    report = json.loads(path.read_text())
+    assert (report["kernels"], report["device_why"]) == ("reference", "the best here")
