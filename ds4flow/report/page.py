@@ -240,7 +240,7 @@ def _notes(run: Run, *, counted: bool) -> list[str]:
     """What a reader must know before believing the page."""
     notes = []
     if run.facts.get("error"):
-        notes.append(str(run.facts["error"]))
+        notes.append(str(run.facts["error"]).rstrip(": "))
     notes += _proof(run)
     notes += [str(warning) for warning in run.summary.get("warnings") or ()]
     if run.facts.get("mtp_off"):
