@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from ds4flow.runs.group import runs
+from ds4flow.runs.group import root_option, runs
 
 TARGETS = {
     "mtp": ("flash-q2", True),
@@ -225,14 +225,7 @@ def report(word: str, output: Path | None, plots: Path | None) -> None:
 @click.option("--drop", multiple=True, metavar="KEY", help="Leave out a key that is gone.")
 @click.option("--other-weights", is_flag=True, help="Run with model files other than the run's.")
 @click.option("--config-dir", metavar="DIR", help="A folder with more YAML.  [the run's own]")
-@click.option(
-    "--root",
-    type=click.Path(path_type=Path),
-    default=Path("runs"),
-    show_default=True,
-    metavar="DIR",
-    help="The folder of all runs.",
-)
+@root_option
 def replay(word: str, overrides: tuple[str, ...], root: Path, **options: Any) -> None:
     """Do RUN again in a new directory, and compare what comes out; exit 1 when it differs.
 
@@ -295,14 +288,7 @@ def ab(ctx: click.Context, words: tuple[str, ...], allow: str, **options: Any) -
 @click.option("--margin", "margins", default="", metavar="F,..", help="Margins.  [1]")
 @click.option("--gate", "gates", default="", metavar="F,..", help="Gates.  [the run's own]")
 @click.option("--json", "as_json", is_flag=True, help="Print the predictions as JSON.")
-@click.option(
-    "--root",
-    type=click.Path(path_type=Path),
-    default=Path("runs"),
-    show_default=True,
-    metavar="DIR",
-    help="The folder of all runs.",
-)
+@root_option
 def whatif(word: str, root: Path, **options: Any) -> None:
     """Tell from one traced RUN what other depths, margins and gates would do, without the model.
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
+from ds4flow.depth import Prior
 from ds4flow.pipeline import Fresh, State
 from ds4flow.speculate import argmax, verify
 
@@ -102,8 +102,9 @@ def measure_costs(state: State) -> dict[str, Any] | None:
     """Time verify passes of each width and draft steps with stale rows, where the run ended.
 
     Returns microseconds: `verify_micros_by_width` (from width 1, the verdict included) and
-    `step_micros_by_stale_rows` (from 0 rows to refresh; empty without an MTP block). The passes
-    write rows behind the cursor only, which nothing sees. None when the context has no room.
+    `step_micros_by_stale_rows` (from 0 rows to refresh; empty without an MTP block); and `prior`,
+    from which mtp.draft=auto starts. The passes write rows behind the cursor only, which nothing
+    sees. None when the context has no room.
     """
     cache, model = state.cache, state.model
     widest = min(cache.draft_max + 1, cache.context - cache.length)
@@ -116,15 +117,17 @@ def measure_costs(state: State) -> dict[str, Any] | None:
     return {
         "verify_micros_by_width": _times(passes),
         "step_micros_by_stale_rows": _times(steps),
+        "prior": asdict(Prior.of(model)),
     }
 
 
 def _pass(state: State, width: int) -> Callable[[], object]:
-    tokens = [state.next_token] * width
+    """A pass over the text's last tokens: different ones, as those of drafts, use more experts."""
+    tokens = [state.next_token, *state.tokens[::-1]][:width]
+    tokens += [state.next_token] * (width - len(tokens))
 
     def run() -> object:
-        logits = state.model.logits(state.model.forward(tokens, state.cache))
-        return bool(torch.isfinite(logits).all()), verify(logits, tokens[1:])
+        return verify(state.model.logits(state.model.forward(tokens, state.cache)), tokens[1:])
 
     return run
 
@@ -141,7 +144,9 @@ def _step(state: State, rows: int) -> Callable[[], object]:
 
 
 def _times(actions: Sequence[Callable[[], object]]) -> list[float]:
-    """Median microseconds of each action over the rounds."""
+    """Microseconds of each action, the least of all rounds: what else the machine did is no cost
+    of a width.
+    """
     taken: list[list[int]] = [[] for _ in actions]
     for action in actions:  # caches and kernels warm up untimed
         action()
@@ -153,4 +158,4 @@ def _times(actions: Sequence[Callable[[], object]]) -> list[float]:
             start = time.perf_counter_ns()
             action()
             times.append(time.perf_counter_ns() - start)
-    return [median(times) / 1000 for times in taken]
+    return [min(times) / 1000 for times in taken]

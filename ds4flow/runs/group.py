@@ -7,10 +7,12 @@ from typing import Any
 
 import click
 
-_ROOT = click.option(
+from ds4flow.runs import ROOT
+
+root_option = click.option(
     "--root",
     type=click.Path(path_type=Path),
-    default=Path("runs"),
+    default=ROOT,
     show_default=True,
     metavar="DIR",
     help="The folder of all runs.",
@@ -35,7 +37,7 @@ def runs() -> None:
 @click.option("--keys", is_flag=True, help="List the keys that runs have.")
 @click.option("--json", "as_json", is_flag=True, help="Every key, as JSON.")
 @_PARTS
-@_ROOT
+@root_option
 def list_command(conditions: tuple[str, ...], keys: bool, root: Path, **options: Any) -> None:
     """List runs: ls mtp.draft=2 'tokens_per_second>100' status=complete --sort -acceptance."""
     from ds4flow.runs.listing import list_keys, list_runs
@@ -49,7 +51,7 @@ def list_command(conditions: tuple[str, ...], keys: bool, root: Path, **options:
 @runs.command("show")
 @click.argument("run", default="latest")
 @click.option("--json", "as_json", is_flag=True, help="The whole record, as JSON.")
-@_ROOT
+@root_option
 def show_command(run: str, as_json: bool, root: Path) -> None:
     """Show one RUN: what ran and from where, its numbers and their meaning, its end, its text."""
     from ds4flow.runs.record import Run, resolve_run
@@ -60,7 +62,7 @@ def show_command(run: str, as_json: bool, root: Path) -> None:
 
 @runs.command("compare")
 @click.argument("names", nargs=-1, required=True, metavar="RUN RUN...")
-@_ROOT
+@root_option
 def compare_command(names: tuple[str, ...], root: Path) -> None:
     """Compare runs with the first: config, conditions, numbers, and where the texts part."""
     from ds4flow.errors import UsageError
@@ -77,7 +79,7 @@ def compare_command(names: tuple[str, ...], root: Path) -> None:
 @click.option("--format", "form", type=click.Choice(["csv", "json", "parquet"]), help="[csv]")
 @click.option("-o", "--output", metavar="FILE", help="Its ending gives the format.  [stdout]")
 @_PARTS
-@_ROOT
+@root_option
 def export_command(
     conditions: tuple[str, ...], form: str | None, output: str | None, parts: bool, root: Path
 ) -> None:
@@ -93,7 +95,7 @@ def export_command(
 @runs.command("rm")
 @click.argument("words", nargs=-1, required=True, metavar="RUN...|CONDITION...")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@_ROOT
+@root_option
 def remove_command(words: tuple[str, ...], yes: bool, root: Path) -> None:
     """Remove runs or whole sweeps after asking; what is running stays, links are not followed."""
     from ds4flow.runs.record import label

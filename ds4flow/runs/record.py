@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ds4flow.errors import Ds4FlowError, UsageError, near_match
-
-ROOT = Path("runs")
-"""Where runs lie unless hydra.run.dir says otherwise."""
+from ds4flow.runs import ROOT as ROOT
 
 RECORD, SUMMARY, CYCLES, TOKENS = "run.json", "summary.json", "cycles.jsonl", "tokens.json"
 SWEEP, PROMPTS, LATEST = "sweep.json", "prompts.jsonl", "latest"

@@ -1,14 +1,15 @@
 """What a cycle of any width would take, from the times of one traced run.
 
-Phases are medians over the run, so the odd slow moment is left out. The time of a pass by its width
-was measured where the run ended and is scaled to the run's own passes.
+Phases are medians over the run, so the odd slow moment is left out. How the time of a pass grows
+with its width was measured where the run ended; it is scaled to the run's own passes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
+from ds4flow.depth import Prior
 from ds4flow.whatif.traced import Traced
 
 
@@ -21,6 +22,7 @@ class CostModel:
     step: float
     commit: float
     host: float
+    prior: Prior = field(default_factory=Prior)  # what mtp.draft=auto expects before it measures
 
     @classmethod
     def of(cls, traced: Traced) -> CostModel | None:
@@ -37,6 +39,7 @@ class CostModel:
             _step(traced, refresh),
             median(start.commit_micros for start in traced.starts),
             _host(traced),
+            Prior(tuple(costs["prior"]["passes"]), costs["prior"]["step"]),
         )
 
     def verify(self, width: int) -> float:

@@ -236,7 +236,7 @@ def _automatic(traced: Traced, setting: Setting, costs: CostModel | None) -> Pre
     """
     if costs is None or setting.margin < 1.0 or not traced.probe:
         return None
-    policy = DepthPolicy(min(AUTO_DEPTH_MAX, traced.depth))
+    policy = DepthPolicy(min(AUTO_DEPTH_MAX, traced.depth), costs.prior)
     averages = Averages.of(traced, 1.0)
     found = Prediction(setting, exact=False, tokens=len(traced.output), micros=0.0)
     index = stale = 0
