@@ -333,7 +333,7 @@ class Rows:
         The results go to the columns from `column` on. A few activation rows meet all weight rows
         before the next few do, because they stay in the cache meanwhile.
         """
-        most = columns_together(PLAIN, target, 1)
+        most, sizes = (COLUMNS, (6, 4, 3, 2, 1)) if target.wide else (2, (2, 1))
 
         def run(size: int, m: Value) -> None:
             start = b.add(self.x, b.mul(m, self.x_stride))
@@ -346,7 +346,7 @@ class Rows:
 
             groups(b, length, (most, 1), multiply)
 
-        groups(b, self.count, (6, 4, 3, 2, 1) if target.wide else (2, 1), run)
+        groups(b, self.count, sizes, run)
 
     def _multiply(
         self,
@@ -357,7 +357,7 @@ class Rows:
         x: Value,
         y: Value,
     ) -> None:
-        if len(weights) * rows > 12:
+        if len(weights) * rows > (12 if target.wide else 2):
             shared = (x, self.x_stride, y, self.y_stride, self.vectors)
             made = plain_tile(b, len(weights), rows, ahead=self.ahead)
             b.call(made, (*weights, *shared))
