@@ -86,7 +86,7 @@ class Context:
         self._pool = pool(self.threads) if self.threads > 1 else None
         self._record = self._make()
         self.at = address(self._record)
-        self._call: Any = library.enter()
+        self._call: Any = library.enter(release=self._pool is not None)
 
     def _make(self) -> np.ndarray:
         config, made = self.config, record(layout.CONTEXT_SIZE)

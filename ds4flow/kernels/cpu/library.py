@@ -124,9 +124,12 @@ class Library:
             log.info("compiled %s in %.1f s", function.__name__, took)
         return made
 
-    def enter(self) -> Any:
-        """The function that Python calls: kernel address and nine int64 arguments."""
-        return self._entry("enter", 10)
+    def enter(self, *, release: bool = False) -> Any:
+        """The function that Python calls: kernel address and nine int64 arguments.
+
+        `release`: other Python threads go on meanwhile, the pool's workers for instance.
+        """
+        return self._entry("enter_and_release" if release else "enter", 10)
 
     def serve(self) -> Any:
         """The function of a worker thread (see `entry.serve`)."""
@@ -138,7 +141,7 @@ class Library:
                 from ds4flow.kernels.cpu import entry
 
                 kind = types.int64(*[types.int64] * arity)
-                make = numba.njit(kind, cache=cached, error_model="numpy", nogil=name == "serve")
+                make = numba.njit(kind, cache=cached, error_model="numpy", nogil=name != "enter")
                 self._entries[name] = make(getattr(entry, name))
         return self._entries[name]
 

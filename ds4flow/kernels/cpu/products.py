@@ -43,6 +43,7 @@ from ds4flow.kernels.cpu.layout import (
 )
 from ds4flow.kernels.cpu.library import helper
 
+TILE_COLUMNS = 12  # a multiple of the weight rows of every tile
 PARALLEL_WORK = 1 << 18  # multiplications below which a second thread costs more than it saves
 
 
@@ -526,12 +527,18 @@ def job(context: int, kernel: int, work: int) -> None:
         invoke(get(context + CONTEXT_RUNNER), (context, kernel))
 
 
+@helper
+def _part(total: int, share: int, shares: int) -> int:
+    """Where a share begins: at whole tiles, because single columns are slow."""
+    return total if share == shares else total * share // shares // TILE_COLUMNS * TILE_COLUMNS
+
+
 def products_job(context: int, share: int, shares: int, thread: int) -> int:
     """Job kernel: one share of the columns of a batch (all products' columns in a row)."""
     tasks = get(context + CONTEXT_JOB_FIELDS)
     end = get(context + CONTEXT_JOB_FIELDS + 8)
     total = get(context + CONTEXT_JOB_FIELDS + 16)
-    first, last = total * share // shares, total * (share + 1) // shares
+    first, last = _part(total, share, shares), _part(total, share + 1, shares)
     start = 0
     at = tasks
     while at < end:

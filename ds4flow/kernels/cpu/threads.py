@@ -35,9 +35,9 @@ from ds4flow.kernels.cpu.library import helper, library
 
 SHARES_PER_THREAD = 4
 MASK = (1 << 20) - 1
-PATIENCE = (
-    1 << 14
-)  # turns of the waiting loop, some tens of nanoseconds each, before a worker sleeps
+# Turns of the waiting loop, some tens of nanoseconds each, before a worker sleeps: more than what one
+# thread does alone in a pass, because a worker is only woken at the start of the next one.
+PATIENCE = 1 << 17
 
 
 @helper
