@@ -20,7 +20,8 @@ from yaml import YAMLError
 
 from ds4flow import schema
 from ds4flow.checks import SEE, unknown_key
-from ds4flow.errors import UsageError, near_match
+from ds4flow.errors import Ds4FlowError, UsageError, near_match
+from ds4flow.plugins import missing_for_option
 
 _TYPES = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
 
@@ -34,8 +35,8 @@ def explained() -> Iterator[None]:
         raise explain(error) from error
 
 
-def explain(error: Exception) -> UsageError:
-    """The UsageError that says what `error` says."""
+def explain(error: Exception) -> Ds4FlowError:
+    """The error that says what `error` says: a UsageError, or that a package is missing."""
     if isinstance(error, OverrideParseException):
         return _unparsable(error)
     if isinstance(error, MissingConfigException):
@@ -86,7 +87,10 @@ def _unparsable(error: OverrideParseException) -> UsageError:
     )
 
 
-def _missing_option(error: MissingConfigException) -> UsageError:
+def _missing_option(error: MissingConfigException) -> Ds4FlowError:
+    plugin = missing_for_option(str(error.missing_cfg_file or ""))
+    if plugin is not None:
+        return plugin
     group, _, option = str(error.missing_cfg_file or "").rpartition("/")
     options = [str(one).removesuffix(".yaml") for one in error.options or ()]
     if not options:

@@ -32,6 +32,7 @@ FLOORS = (
         "schema",
         "checks",
         "objective",
+        "plugins",
         "env",
         "overrides",
         "quoting",

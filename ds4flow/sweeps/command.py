@@ -9,19 +9,17 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 
-from ds4flow import env, origin, rundir
+from ds4flow import env, origin, plugins, rundir
 from ds4flow.config import sweep_words, swept, validate_all
-from ds4flow.errors import Ds4FlowError, UsageError
+from ds4flow.errors import UsageError
 from ds4flow.execute import hand_over
 from ds4flow.explain import explained
 from ds4flow.overrides import Flag, assemble, key_of, quoted
@@ -38,12 +36,13 @@ _DIRECTORY = "hydra.sweep.dir"
 _OWN = (_DIRECTORY, "hydra.searchpath")
 """Words that say where a sweep lies; they are made anew when it is resumed."""
 
-_EXTRAS = {
-    "hydra_plugins.hydra_joblib_launcher": "joblib",
-    "hydra_plugins.hydra_submitit_launcher": "slurm",
-    "hydra_plugins.hydra_ray_launcher": "ray",
-    "hydra_plugins.hydra_optuna_sweeper": "optuna",
-}
+_HOW = (
+    "hydra/launcher",
+    "hydra.launcher.",
+    "hydra.sweeper.n_trials",
+    "hydra.sweeper.max_failure_rate",
+)
+"""Keys that may change when a sweep is resumed."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Given:
     config_dir: str | None = None
 
     def over(self, later: Given) -> Given:
-        """This with what was typed later on top, except words that say how jobs are launched."""
+        """This with what was typed later on top, except words that say how jobs are run."""
         typed = [word for word in later.words if not _says_how(word)]
         replaced = {*map(key_of, typed), *(flag.key for flag in later.flags)}
         return Given(
@@ -124,7 +123,7 @@ def resume(folder: str | Path, given: Given) -> int:
     sweep = Sweep.open(folder)
     record = Record(sweep.path.resolve(), sweep.facts)
     saved = Given.read(sweep.facts["given"])
-    launchers = [word for word in given.words if _says_how(word)]
+    how = [word for word in given.words if _says_how(word)]
     again = saved.over(given)
     words, notices = assemble(again.words, again.flags, env.read(), multirun=True)
     words, configs = validate_all(words, config_dir=again.config_dir, multirun=True)
@@ -137,40 +136,39 @@ def resume(folder: str | Path, given: Given) -> int:
             f"{folder} was begun with another config: {'; '.join(found)}",
             "set them back to resume it, or start a new sweep without --resume",
         )
-    if launchers:
-        _launch_by(record, words, launchers, again.config_dir)
+    if how:
+        _change_how(record, words, how, again.config_dir)
     tree, patch = origin.source_tree()
     if not _same_code(sweep, tree, patch):
         _say("note: the code is not the revision that this sweep began with; run.json tells which")
-    if not sweep.with_status("missing", "failed", "skipped"):
+    if not how and not sweep.with_status("missing", "failed", "skipped"):
         _say("note: every job of this sweep is done")
     resumed = datetime.now(UTC).isoformat(timespec="milliseconds")
     record.facts.setdefault("resumed", []).append({"time": resumed, "git": tree})
     return _run(record)
 
 
-def _launch_by(
-    record: Record, words: Sequence[str], launchers: Sequence[str], config_dir: str | None
+def _change_how(
+    record: Record, words: Sequence[str], how: Sequence[str], config_dir: str | None
 ) -> None:
-    """Put another launcher into the record of a sweep."""
-    _, configs = validate_all([*words, *launchers], config_dir=config_dir, multirun=True)
+    """Put another launcher, or another length of a search, into the record of a sweep."""
+    _, configs = validate_all([*words, *how], config_dir=config_dir, multirun=True)
     _refuse([], configs[0])
-    chosen = {key_of(word) for word in launchers}
+    chosen = {key_of(word) for word in how}
     kept = [word for word in record.facts["overrides"] if key_of(word) not in chosen]
-    record.facts["overrides"] = [*kept, *launchers]
+    record.facts["overrides"] = [*kept, *how]
     record.facts["launcher"] = _choice(configs[0], "launcher")
 
 
 def _run(record: Record) -> int:
     """Let Hydra run the sweep, keep its record, and show how it went."""
-    lock = FileLock(record.path / _LOCK)
     try:
-        lock.acquire(timeout=0)
+        held = FileLock(record.path / _LOCK).acquire(timeout=0)
     except Timeout:
         raise UsageError(
             f"{record.path} is a sweep that still runs", "wait for it, or stop it first"
         ) from None
-    with lock:
+    with held:
         record.save(
             status="running", ended=None, missing=None,
             host=socket.gethostname(), pid=os.getpid(),
@@ -203,13 +201,12 @@ def _refuse(words: Sequence[str], first: DictConfig) -> None:
     """Refuse what cannot be swept: a missing plugin, a variable over a swept key, own folders."""
     for part in ("launcher", "sweeper"):
         target = str(first.hydra[part]._target_)
-        package = next((name for name in _EXTRAS if target.startswith(f"{name}.")), None)
-        if package is not None and not _installed(package):
-            extra = _EXTRAS[package]
-            raise Ds4FlowError(
-                f"hydra/{part}={_choice(first, part)} needs a package that is not installed",
-                f"pip install 'ds4flow[{extra}]'",
-            )
+        plugins.refuse_missing(f"hydra/{part}", _choice(first, part), target)
+    if str(first.hydra.sweeper.get("direction")).endswith("minimize"):
+        raise UsageError(
+            "hydra.sweeper.direction is minimize, but more of objective.metric is better",
+            "use hydra/sweeper=search, or hydra.sweeper.direction=maximize",
+        )
     params = OmegaConf.select(first, "hydra.sweeper.params") or {}
     for variable in env.read():
         if variable.key in params:
@@ -225,19 +222,13 @@ def _refuse(words: Sequence[str], first: DictConfig) -> None:
         )
 
 
-def _installed(package: str) -> bool:
-    with suppress(ImportError):
-        return find_spec(package) is not None
-    return False
-
-
 def _choice(first: DictConfig, part: str) -> str:
     return str(first.hydra.runtime.choices[f"hydra/{part}"])
 
 
 def _says_how(word: str) -> bool:
-    """Whether a word chooses where jobs run, which changes nothing of what they are."""
-    return key_of(word).startswith(("hydra/launcher", "hydra.launcher"))
+    """Whether a word says where jobs run or how long to search, not what a job is."""
+    return key_of(word).startswith(_HOW)
 
 
 def _same_code(sweep: Sweep, tree: dict[str, Any], patch: bytes) -> bool:

@@ -14,7 +14,7 @@ from ds4flow.runs.sweep import Sweep
 from ds4flow.sweeps import inputs, snapshot
 
 _MAY_CHANGE = ("n_trials", "max_failure_rate", "params")
-"""Of a sweeper: how long it goes on; its params are compared as the sweep they are."""
+"""Of a sweeper: how long it goes on. Its params are compared as the sweep that they are."""
 
 
 def differences(sweep: Sweep, words: Sequence[str], configs: Sequence[DictConfig]) -> list[str]:
