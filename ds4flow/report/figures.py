@@ -15,9 +15,11 @@ _BIN_CYCLES = 8
 _POINTS = 800
 
 
-def run_figures(cycles: Sequence[Cycle], *, parts: int = 1) -> list[Chart]:
-    """All figures of a run; `cycles` are those of all its `parts` (prompts), one after another."""
-    totals = Totals.of(cycles)
+def run_figures(cycles: Sequence[Cycle], totals: Totals, *, parts: int = 1) -> list[Chart]:
+    """All figures of a run; `cycles` are those of all its `parts` (prompts), one after another.
+
+    `totals` are the counts and costs of the same cycles.
+    """
     return [
         _by_position(totals.counts),
         _histogram(totals.counts),

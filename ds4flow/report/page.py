@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ds4flow.metrics import DEFINITIONS
+from ds4flow.metrics import DEFINITIONS, Counts
 from ds4flow.overrides import PROVENANCE, key_of
 from ds4flow.report.figure import Chart
 from ds4flow.report.figures import run_figures
@@ -26,7 +26,7 @@ from ds4flow.report.render import (
     render,
     visible,
 )
-from ds4flow.report.tokens import COMMITTED, KINDS, Token, pieces_of, tokens_of
+from ds4flow.report.tokens import KINDS, Token, pieces_of, tokens_of
 from ds4flow.report.totals import DECODING, Totals, micros_of
 from ds4flow.runs.record import PROMPTS, ROOT, Run, label, natural
 
@@ -55,6 +55,7 @@ class Part:
     note: str
     prompt: str
     prompt_tokens: int
+    output_tokens: int
     text: str
     tokens: Sequence[Token]
     cycles: Sequence[Mapping[str, Any]]
@@ -107,7 +108,6 @@ def run_page(run: Run) -> str:
     return render(
         "run.html.j2",
         title=label(run.path, ROOT),
-        run=run,
         status=run.status,
         ending=_ending(run, summary),
         identity=_identity(run, summary),
@@ -126,7 +126,6 @@ def run_page(run: Run) -> str:
         shown_kinds=[
             kind for kind in KINDS if any(token.kind == kind for p in parts for token in p.tokens)
         ],
-        committed=COMMITTED,
         data={
             "parts": [part.data for part in parts],
             "kinds": list(KINDS.items()),
@@ -147,7 +146,11 @@ def figures_of_run(run: Run) -> list[Chart]:
 
 def _figures(run: Run, parts: Sequence[Part]) -> list[Chart]:
     cycles = [cycle for part in parts for cycle in part.cycles]
-    return [*category_figures(run.summary), *run_figures(cycles, parts=len(parts))]
+    if cycles or "acceptance_histogram" not in run.summary:
+        totals = Totals.of(cycles)
+    else:  # the trace was off; the summary has the counts all the same
+        totals = Totals(Counts.of(run.summary))
+    return [*category_figures(run.summary), *run_figures(cycles, totals, parts=len(parts))]
 
 
 def _parts(run: Run) -> Iterator[Part]:
@@ -171,6 +174,7 @@ def _part(run: Run, title: str) -> Part:
         note=_part_note(run) if title else "",
         prompt=run.prompt,
         prompt_tokens=len(run.prompt_tokens),
+        output_tokens=len(run.tokens),
         text=run.text,
         tokens=tokens_of(cycles, pieces, sampled=sampled, first_gap=run.summary.get("first_gap")),
         cycles=cycles,

@@ -81,7 +81,7 @@ class Grid:
     @classmethod
     def of(cls, sweep: Sweep) -> Grid | None:
         """Depth across and margin down where these are swept, else other keys; None without any."""
-        keys = [key for key in sweep.keys if len(_values(sweep, key)) > 1] or list(sweep.keys)
+        keys = [key for key in sweep.keys if len(tried(sweep, key)) > 1] or list(sweep.keys)
         if not keys:
             return None
         across = (
@@ -92,8 +92,8 @@ class Grid:
         return cls(
             across,
             down,
-            _values(sweep, across),
-            _values(sweep, down)[::-1] if down else [""],
+            tried(sweep, across),
+            tried(sweep, down)[::-1] if down else [""],
             done_jobs(sweep),
             [key for key in left if key != down],
         )
@@ -108,9 +108,9 @@ class Grid:
             groups.setdefault(one.subject, []).append(one)
         grids = []
         for number, group in enumerate(groups.values(), 1):
-            tried = {key: {one.job.values.get(key) for one in group} for key in self.others}
-            common = [f"{key}={value}" for key, (value, *more) in tried.items() if not more]
-            varied = [key for key, found in tried.items() if len(found) > 1]
+            had = {key: {one.job.values.get(key) for one in group} for key in self.others}
+            common = [f"{key}={value}" for key, (value, *more) in had.items() if not more]
+            varied = [key for key, values in had.items() if len(values) > 1]
             name = ", ".join(common) or f"group {number}"
             grids.append(replace(self, done=group, others=varied, name=name))
         return grids
@@ -190,7 +190,8 @@ def value_order(value: str) -> tuple[int, float, str]:
         return 1, 0.0, value
 
 
-def _values(sweep: Sweep, key: str) -> list[str]:
+def tried(sweep: Sweep, key: str) -> list[str]:
+    """The values of a swept key that jobs had or were to have, in order of size."""
     found = {job.values[key] for job in sweep.jobs if key in job.values}
     return sorted(found, key=value_order)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
 from ds4flow.metrics import DEFINITIONS
 from ds4flow.report.prompt_set import identity_of, number
 from ds4flow.report.render import command_line, config_rows, drawn, flat_facts, plain, render
-from ds4flow.report.sweep_figures import DEPTH, SUBJECT, Done, done_jobs, sweep_figures
+from ds4flow.report.sweep_figures import DEPTH, SUBJECT, Done, done_jobs, sweep_figures, tried
 from ds4flow.runs.compare import other_conditions
 from ds4flow.runs.record import ROOT, label
 from ds4flow.runs.sweep import Job, Sweep
@@ -41,7 +41,6 @@ def sweep_page(sweep: Sweep) -> str:
         config=_config(sweep, done),
         command=command_line(["-m", *(sweep.facts.get("overrides") or ())]),
         facts=list(_facts(sweep)),
-        data={"parts": [], "kinds": [], "sampled": False},
     )
 
 
@@ -133,11 +132,8 @@ def _config(sweep: Sweep, done: list[Done]) -> list[dict[str, Any]]:
     runs = [one.run for one in done] or [job.run for job in sweep.jobs if job.run is not None]
     if not runs:
         return []
-    tried: Callable[[str], list[str]] = lambda key: list(  # noqa: E731
-        dict.fromkeys(job.values[key] for job in sweep.jobs if key in job.values)
-    )
     swept = [
-        {"key": key, "value": ", ".join(tried(key)), "origin": "sweep", "kind": "cli"}
+        {"key": key, "value": ", ".join(tried(sweep, key)), "origin": "sweep", "kind": "cli"}
         for key in sweep.keys
     ]
     return swept + [row for row in config_rows(runs[0]) if row["key"] not in sweep.keys]

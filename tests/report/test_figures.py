@@ -14,6 +14,7 @@ from ds4flow.report.figure import Axis, Chart, Heatmap, Layer, Table, tick_text,
 from ds4flow.report.figures import run_figures
 from ds4flow.report.plots import write_plots
 from ds4flow.report.svg import draw
+from ds4flow.report.totals import Totals
 
 
 def cycle(number: int, drafted: int, committed: int, micros: int, **more: Any) -> dict[str, Any]:
@@ -32,12 +33,16 @@ CYCLES = [cycle(n, 0, 1, 1000) for n in range(1, 11)] + [
 ]
 
 
+def figures_of(cycles: list[dict[str, Any]]) -> list[Chart]:
+    return run_figures(cycles, Totals.of(cycles))
+
+
 def by_slug(figures: list[Chart]) -> dict[str, Chart]:
     return {figure.slug: figure for figure in figures}
 
 
 def test_numbers_of_a_known_run() -> None:
-    found = by_slug(run_figures(CYCLES))
+    found = by_slug(figures_of(CYCLES))
     accepted = [n % 3 for n in range(11, 21)]
     assert found["acceptance-by-position"].layers[0].ys == [
         sum(k >= 1 for k in accepted) / 10,
@@ -58,7 +63,7 @@ def test_numbers_of_a_known_run() -> None:
 
 
 def test_break_even_agrees_with_the_costs() -> None:
-    figure = by_slug(run_figures(CYCLES))["break-even"]
+    figure = by_slug(figures_of(CYCLES))["break-even"]
     (row,) = figure.table.rows
     depth, cycles, cost, mean, needed, reached, pays = row
     assert (depth, cycles, cost) == ("2", "10", "2.00")
@@ -75,19 +80,19 @@ def test_break_even_agrees_with_the_costs() -> None:
 
 
 def test_without_plain_cycles_break_even_says_what_is_needed() -> None:
-    figure = by_slug(run_figures(CYCLES[10:]))["break-even"]
+    figure = by_slug(figures_of(CYCLES[10:]))["break-even"]
     assert "mtp.draft=auto" in figure.missing
 
 
 def test_outliers_do_not_flatten_a_scale_and_are_counted() -> None:
     cycles = [cycle(n, 0, 1, 1000) for n in range(1, 60)] + [cycle(60, 0, 1, 900_000)]
-    figure = by_slug(run_figures(cycles))["time-per-phase"]
+    figure = by_slug(figures_of(cycles))["time-per-phase"]
     assert figure.y.high == pytest.approx(1.5)
     assert "1 of 60 are beyond the scale, up to 900.0 ms" in figure.caption
 
 
 def test_nothing_to_show_is_said() -> None:
-    for figure in run_figures([]):
+    for figure in figures_of([]):
         assert figure.missing
         assert not figure.table.rows
 
@@ -139,7 +144,7 @@ def test_svg_is_well_formed_and_escaped() -> None:
         [Layer("points", "p", [1, 2], [None, 2.0], notes=["<script>", "&"])],
         Table((), ()),
     )
-    for figure in (*run_figures(CYCLES), HEAT, nasty):
+    for figure in (*figures_of(CYCLES), HEAT, nasty):
         root = ElementTree.fromstring(draw(figure))
         assert root.tag == "svg"
     marks = ElementTree.fromstring(draw(HEAT)).findall("rect")
@@ -147,7 +152,7 @@ def test_svg_is_well_formed_and_escaped() -> None:
 
 
 def test_plots_are_png_and_svg(tmp_path: Path) -> None:
-    written = write_plots([run_figures(CYCLES)[2], HEAT], tmp_path / "plots")
+    written = write_plots([figures_of(CYCLES)[2], HEAT], tmp_path / "plots")
     assert len(written) == 4
     for path in written:
         data = path.read_bytes()

@@ -180,6 +180,12 @@ def test_a_killed_run_shows_what_reached_the_disk(copied: Path, lost: str) -> No
     if lost == "pieces.json":
         assert (copied / "output.txt").read_text() in page.source
     assert bool(page.tokens()) == (lost != "cycles.jsonl")
+    if lost == "cycles.jsonl":  # as with trace=off: the text and the counts are there
+        assert (copied / "output.txt").read_text() in page.source
+        shown = {
+            e.attributes["aria-labelledby"].split("-title")[0] for e in page.all("svg", role="img")
+        }
+        assert {"acceptance-by-position", "accepted-length"} <= shown
 
 
 def test_where_the_page_goes(copied: Path) -> None:

@@ -80,7 +80,7 @@ def test_shared_values_and_what_was_swept(folder: Path) -> None:
     rows = [e.text for e in page.all("tr") if {"cli", "env", "default"} & set(e.classes)]
     assert rows[:3] == [
         "mtp.draft0, 1, 2sweep",
-        "mtp.margin1.0, 0.5sweep",
+        "mtp.margin0.5, 1.0sweep",
         "mtp.gate0.5env DS4_MTP_GATE",
     ]
 
