@@ -35,7 +35,7 @@ from ds4flow.kernels.cpu.library import helper, library
 
 SHARES_PER_THREAD = 4
 MASK = (1 << 20) - 1
-# Turns of the waiting loop, some tens of nanoseconds each, before a worker sleeps: more than what one
+# Turns of the waiting loop, some tens of nanoseconds each, before a worker sleeps: more than one
 # thread does alone in a pass, because a worker is only woken at the start of the next one.
 PATIENCE = 1 << 17
 
