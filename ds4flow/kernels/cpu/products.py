@@ -44,7 +44,7 @@ from ds4flow.kernels.cpu.layout import (
 from ds4flow.kernels.cpu.library import helper
 
 TILE_COLUMNS = 12  # a multiple of the weight rows of every tile
-PARALLEL_WORK = 1 << 18  # multiplications below which a second thread costs more than it saves
+PARALLEL_WORK = 1 << 17  # multiplications below which a second thread costs more than it saves
 
 
 # Every format's kernel: weights, row stride, k, x, its row stride, rows, y, its row stride, first
