@@ -94,7 +94,7 @@ def _factor(b: Builder, record: Value, distance: int) -> Value:
     return splat(b, load(b, record, F32, distance))
 
 
-def _small(b: Builder, values: Sequence[float]) -> Value:
+def _floats(b: Builder, values: Sequence[float]) -> Value:
     return ir.Constant(vector(F32, len(values)), [F32(value) for value in values])
 
 
@@ -159,7 +159,7 @@ def q4_k_scales(b: Builder, block: Value) -> Value:
 
 def _scale_q4_k(b: Builder, row: Value, blocks: Value, out: Value, target: Target) -> None:
     """Eight scales, then eight minima, negative."""
-    signs = _small(b, [1.0] * 8 + [-1.0] * 8)
+    signs = _floats(b, [1.0] * 8 + [-1.0] * 8)
     with loop(b, I64(0), blocks) as index:
         block = b.add(row, b.mul(index, I64(144)))
         units = b.fmul(_pair(b, block, 0, target, [0] * 8 + [1] * 8), signs)
@@ -175,7 +175,7 @@ def _decode_q4_k(
     for nibble in range(2):
         factor, shift = _factor(b, record, 4 * nibble), _factor(b, record, 32 + 4 * nibble)
         # the 16 possible weights once, then looked up by the low four bits
-        values = fma(b, _small(b, EVERY), factor, shift) if target.wide else None
+        values = fma(b, _floats(b, EVERY), factor, shift) if target.wide else None
         for wide in parts:
             codes = b.lshr(wide, constant(V16I, 4)) if nibble else wide
             if values is not None:
@@ -195,7 +195,7 @@ def _scale_q2_k(b: Builder, row: Value, blocks: Value, out: Value, target: Targe
         for place, (factor, shift) in enumerate(((unit, 0), (least, 4))):
             codes = b.lshr(packed, constant(V16I, shift)) if shift else packed
             if target.wide:
-                scales = _lookup(b, b.fmul(_small(b, EVERY), factor), codes)
+                scales = _lookup(b, b.fmul(_floats(b, EVERY), factor), codes)
             else:
                 scales = b.fmul(b.sitofp(b.and_(codes, constant(V16I, 15)), V16F), factor)
             store(b, scales, record, 64 * place)
@@ -204,7 +204,7 @@ def _scale_q2_k(b: Builder, row: Value, blocks: Value, out: Value, target: Targe
 def _decode_q2_k(
     b: Builder, block: Value, record: Value, part: Value, tables: Value, target: Target
 ) -> Iterator[Value]:
-    every = _small(b, [float(lane % 4) for lane in range(LANES)])
+    every = _floats(b, [float(lane % 4) for lane in range(LANES)])
     packed, record = b.add(block, b.shl(part, I64(5))), b.add(record, b.shl(part, I64(5)))
     halves = [b.zext(_bytes(b, packed, 16 + 16 * number), V16I) for number in range(2)]
     for number in range(8):
@@ -307,17 +307,11 @@ def _decode_iq2_xxs(
         yield b.fmul(b.bitcast(signed, V16F), scale)
 
 
-def mxfp4_scale(b: Builder, word: Value) -> Value:
-    """`2 ** (e - 127)` of the exponent byte e in the low bits of a word (scalar or vector)."""
-
-    def number(value: int) -> Value:
-        return constant(word.type, value)
-
-    exponent = b.and_(word, number(255))
+def mxfp4_scale(b: Builder, exponent: Value) -> Value:
+    """`2 ** (e - 127)` of an exponent byte e (i32)."""
     # the bits are e in the exponent field, or one half of 2**-126 for e = 0
-    small = b.icmp_unsigned("==", exponent, number(0))
-    bits = b.select(small, number(1 << 22), b.shl(exponent, number(23)))
-    return b.bitcast(bits, like(F32, word.type))
+    small = b.icmp_unsigned("==", exponent, I32(0))
+    return b.bitcast(b.select(small, I32(1 << 22), b.shl(exponent, I32(23))), F32)
 
 
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -329,7 +323,7 @@ def _decode_mxfp4(
     scale = splat(b, mxfp4_scale(b, b.zext(load(b, block, I8), I32)))
     packed = b.zext(_bytes(b, block, 1), V16I)
     if target.wide:
-        values = _small(b, [*MXFP4_VALUES, *(-value for value in MXFP4_VALUES)])
+        values = _floats(b, [*MXFP4_VALUES, *(-value for value in MXFP4_VALUES)])
         scaled = b.fmul(values, scale)
         yield _lookup(b, scaled, packed)
         yield _lookup(b, scaled, b.lshr(packed, constant(V16I, 4)))

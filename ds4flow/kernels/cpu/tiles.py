@@ -357,7 +357,7 @@ class Rows:
         x: Value,
         y: Value,
     ) -> None:
-        if len(weights) * rows > (12 if target.wide else 2):
+        if len(weights) * rows > (12 if target.wide else 2):  # two sums each: too many registers
             shared = (x, self.x_stride, y, self.y_stride, self.vectors)
             made = plain_tile(b, len(weights), rows, ahead=self.ahead)
             b.call(made, (*weights, *shared))
