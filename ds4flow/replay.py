@@ -23,11 +23,13 @@ from ds4flow.overrides import PROVENANCE, key_of, literal, quoted
 from ds4flow.provenance import PARENT, follows, leaves
 from ds4flow.rundir import RunDir
 from ds4flow.runs.bits import compare_bits
-from ds4flow.runs.compare import difference_lines, first_difference
+from ds4flow.runs.compare import difference_lines, first_difference, other_conditions
 from ds4flow.runs.record import PROMPTS, Run, find_parts, label
 
-_PLACES = ("download.", "hydra.", "name", "log.")
-"""Beginnings of keys that say where things lie or what is shown, never what comes out."""
+_PLACES = ("download", "hydra", "name", "log", "trace")
+"""Keys and groups that say where things lie or what is kept and shown, never what comes out."""
+
+_DIGESTS = ("model.sha256", "model.mtp_sha256")
 
 
 class Plan(NamedTuple):
@@ -52,6 +54,8 @@ def replay_command(
 
     name = label(run.path, root)
     folder = config_dir or _recorded_config_dir(run)
+    if other_weights:  # their recorded digests would refuse them
+        drop = [*drop, *(key for key in _DIGESTS if key in run.config)]
     plan = make_plan(run, name, typed, drop=drop, config_dir=folder)
     words, first = validate(plan.words, config_dir=folder)
     for notice in plan.notices:
@@ -93,7 +97,7 @@ def make_plan(
     words = {key: f"{key}={spelled(value)}" for key, value in kept.items() if today[key] != value}
     sources = {key: f"{name}: {run.origins[key]}" for key in words}
     notices = _new_keys(recorded, today, name)
-    changed_by = [key for key in typed_keys if not key.startswith(_PLACES)]
+    changed_by = [key for key in typed_keys if key.partition(".")[0] not in _PLACES]
     for variable in env.read():
         loser = next((word for word in overrides if key_of(word) == variable.key), None)
         if loser is None and spelled(recorded.get(variable.key)) == variable.value:
@@ -103,7 +107,7 @@ def make_plan(
         overrides = [word for word in overrides if key_of(word) != variable.key]
         words[variable.key] = f"{variable.key}={variable.value}"
         sources[variable.key] = f"env {variable.name} over {loser}"
-        if not variable.key.startswith(_PLACES):
+        if variable.key.partition(".")[0] not in _PLACES:
             changed_by.append(variable.key)
     pairs = ",".join(f"{key}:{quoted(source)}" for key, source in sources.items())
     return Plan(
@@ -301,7 +305,10 @@ def _files(config: DictConfig) -> dict[str, Any]:
     from ds4flow.pipeline import State
     from ds4flow.wiring import build_pipeline
 
-    pipeline = build_pipeline(config)
+    mine = config.copy()
+    if mine.model.path is not None:  # a difference is for the caller to judge
+        mine.model.sha256 = mine.model.mtp_sha256 = None
+    pipeline = build_pipeline(mine)
     with tempfile.TemporaryDirectory() as folder:
         state = State(run=RunDir.create(Path(folder) / "files"), prompt="")
         for stage in pipeline.setup:
@@ -316,6 +323,9 @@ def report_outcome(parent: Run, child: Run, name: str) -> bool:
 
     Of a set of prompts each is compared, and only those that differ are shown.
     """
+    others = other_conditions([parent, child])
+    if others:
+        print(f"note: not the same as {name} had: {', '.join(others)}", file=sys.stderr)
     parts = find_parts(parent.path)
     if not parts:
         same, lines = compared(parent, child, name)

@@ -60,8 +60,12 @@ class LocalFiles(Stage):
         if state.files is None:
             self.share(state)
         main, mtp = state.files
+        digest = self.sha256 if mtp is main else self.mtp_sha256
         state.run.record(
-            files={"main": model_files.facts(main), "mtp": mtp and model_files.facts(mtp)}
+            files={
+                "main": model_files.facts(main, self.sha256),
+                "mtp": mtp and model_files.facts(mtp, digest),
+            }
         )
 
     def _main_path(self) -> Path:

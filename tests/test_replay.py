@@ -272,6 +272,7 @@ def test_other_weights_are_refused_with_both_digests(demo_runs: Path) -> None:
     run = Run.open("runs/demo/0001")
     now = run.facts["files"]["mtp"]["sha256"]
     change(run, files=run.facts["files"] | {"mtp": run.facts["files"]["mtp"] | {"sha256": "0"}})
+    with_config(Run.open(run.path), source="group model=demo", model__mtp_sha256="0" * 64)
     said = ds4flow("replay", "demo/1", code=1).stderr
     assert f"SHA-256 {now}, but demo/0001 ran with the SHA-256 0" in said
     assert "--other-weights" in said
@@ -279,6 +280,7 @@ def test_other_weights_are_refused_with_both_digests(demo_runs: Path) -> None:
     said = ds4flow("replay", "demo/1", "--other-weights").stderr
     assert now in said
     assert "the same 16 output tokens" in said
+    assert "note: not the same as demo/0001 had: MTP weights" in said
 
 
 def test_a_replay_of_the_demo_model_has_the_same_bits_at_any_depth(demo_runs: Path) -> None:

@@ -203,6 +203,15 @@ def resolve_run(word: str | Path, root: str | Path = ROOT, *, sweeps: bool = Fal
     )
 
 
+def is_running(record: Path) -> bool:
+    """Whether a record (run.json, sweep.json) says running and its process is not known to be gone.
+
+    False without a record.
+    """
+    facts = _read_json(record)
+    return facts.get("status") == "running" and not _is_gone(facts)
+
+
 def label(path: Path, root: str | Path = ROOT) -> str:
     """How a run is named on screen: below `root` NAME/NNNN, elsewhere its path."""
     try:

@@ -12,7 +12,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ds4flow.errors import Ds4FlowError, UsageError
-from ds4flow.runs.record import LATEST, SWEEP, Run, find_runs, label, natural, resolve_run
+from ds4flow.runs.record import (
+    LATEST,
+    SWEEP,
+    Run,
+    find_runs,
+    is_running,
+    label,
+    natural,
+    resolve_run,
+)
 from ds4flow.runs.table import is_condition, load_rows, select
 
 
@@ -48,6 +57,8 @@ def _check(path: Path, root: Path) -> None:
         raise UsageError(f"{name} is a job of a sweep", f"remove the sweep: {path.parent.name}")
     if not (path / SWEEP).is_file() and Run.open(path).part:
         raise UsageError(f"{name} is a part of a run", f"remove the run: {path.parent.name}")
+    if is_running(path / SWEEP):
+        raise UsageError(f"{name} is a sweep that runs", "wait for its end, or stop it with Ctrl-C")
     for run in find_runs(path):
         if Run.open(run).status == "running":
             raise UsageError(

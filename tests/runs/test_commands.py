@@ -235,6 +235,10 @@ def test_rm_takes_a_sweep_whole_and_no_job_of_it(here: Path) -> None:
     change(sweep / "1", status="running", pid=os.getpid(), host=socket.gethostname())
     assert "swept/0001/1 is running" in runs("rm", "swept/1", "--yes", code=2).stderr
     change(sweep / "1", status="complete")
+    facts = {"status": "running", "pid": os.getpid(), "host": socket.gethostname()}
+    (sweep / "sweep.json").write_text(json.dumps(facts))
+    assert "swept/0001 is a sweep that runs" in runs("rm", "swept/1", "--yes", code=2).stderr
+    (sweep / "sweep.json").write_text("{}")
     runs("rm", "swept/1", "--yes")
     assert not sweep.exists()
 

@@ -81,7 +81,12 @@ def test_a_run_that_will_not_draft_loads_no_mtp_block(
 def test_checksums_are_compared(tmp_path: Path, golden_dir: Path) -> None:
     path = golden_dir / TINY
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    load(tmp_path / "a", *file(path), f"model.sha256={digest.upper()}", download=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ds4flow.model_files._HASHED_BELOW", 1)  # as if the file were large
+        state = load(tmp_path / "a", *file(path), f"model.sha256={digest.upper()}", download=True)
+        assert state.run.facts["files"]["main"]["sha256"] == digest
+        state = load(tmp_path / "none", *file(path), download=True)
+        assert state.run.facts["files"]["main"]["sha256"] is None
     with pytest.raises(Ds4FlowError, match=r"but model\.sha256 is 00"):
         load(tmp_path / "b", *file(path), "model.sha256=00", download=True)
 
