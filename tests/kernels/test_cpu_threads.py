@@ -3,12 +3,17 @@
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from ds4flow.cache import KVCache
 from ds4flow.gguf import GgufFile
 from ds4flow.kernels.cpu import CpuKernels, layout
+from ds4flow.kernels.cpu.lanes import atomic_get, atomic_put, get, invoke, pause, put
+from ds4flow.kernels.cpu.layout import CONTEXT_JOB_FIELDS, CONTEXT_RUNNER
+from ds4flow.kernels.cpu.library import library
+from ds4flow.kernels.cpu.records import address
 from ds4flow.kernels.cpu.threads import pool
 from ds4flow.model.config import ModelConfig
 from ds4flow.model.profile import find_profile
@@ -58,6 +63,34 @@ def test_a_whole_model_has_the_same_bits_and_state(golden_dir):
         results.append((torch.cat(logits), cache.state_hash()))
     assert torch.equal(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
+
+
+def wait_job(context: int, share: int, shares: int, thread: int) -> int:
+    """A share that ends when the other thread has taken one, or after some seconds."""
+    flags, turns = get(context + CONTEXT_JOB_FIELDS), 0
+    atomic_put(flags + 8 * thread, 1)
+    while atomic_get(flags + 8 * (1 - thread)) == 0 and turns < 1 << 26:
+        turns += 1
+        pause()
+    return 0
+
+
+def meet(context: int, flags: int, job: int, a: int, b: int, c: int, d: int, e: int, f: int) -> int:
+    put(context + CONTEXT_JOB_FIELDS, flags)
+    invoke(get(context + CONTEXT_RUNNER), (context, job))
+    return 0
+
+
+def test_a_worker_that_sleeps_wakes_during_the_call(config):
+    """The call is a whole pass, so a worker that needed it to end would never help."""
+    context = CpuKernels(config, find_profile("plain"), threads=2)._context
+    control, deadline = pool(2).control, time.monotonic() + 60
+    while not control[layout.CONTROL_SLEEPS // 8 + 1]:
+        assert time.monotonic() < deadline, "the worker never fell asleep"
+        time.sleep(0.01)
+    flags = np.zeros(2, dtype=np.int64)
+    context.call(library.address(meet), address(flags), library.address(wait_job))
+    assert flags.tolist() == [1, 1]
 
 
 def test_workers_fall_asleep_and_are_woken(config):
