@@ -166,9 +166,9 @@ def test_without_the_package_the_extra_is_named(tool: str, monkeypatch: pytest.M
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(track, "import_module", absent)
-    words, _ = validate([f"pipeline.observe=[log,{tool}]"])
+    config = compose([f"pipeline.observe=[log,{tool}]", f"+{tool}=default"])
     with pytest.raises(Ds4FlowError, match=rf"pip install 'ds4flow\[{tool}\]'"):
-        build_pipeline(compose(words))
+        build_pipeline(config)
 
 
 @pytest.mark.parametrize("value", [-1, "soon", True, float("nan")])
