@@ -23,8 +23,8 @@ from ds4flow.prompt_summary import Outcome, SetResult
 from ds4flow.quoting import uninterpolated
 from ds4flow.recorded import STOPS, recorded
 from ds4flow.rundir import RunDir
-from ds4flow.runs.record import Run
-from ds4flow.wiring import build_pipeline, read_prompt
+from ds4flow.runs.record import RECORD, Run
+from ds4flow.wiring import Wiring, build_pipeline, read_prompt
 
 _log = logging.getLogger("ds4flow")
 
@@ -61,7 +61,7 @@ def perform(config: DictConfig, run: RunDir, shared: State | None = None) -> Non
     if prompts is not None:
         run.write("prompts.jsonl", prompts.data)
         run.record(**prompts.facts)
-        _perform_set(config, run, prompts, shared or load(config, run))
+        _SetRun(config, run, prompts, shared or load(config, run)).perform()
         return
     text = read_prompt(config)
     run.write("prompt.txt", text)
@@ -69,74 +69,97 @@ def perform(config: DictConfig, run: RunDir, shared: State | None = None) -> Non
     pipeline.run(State(run=run, prompt=text) if shared is None else shared.share_with(run, text))
 
 
-def _perform_set(config: DictConfig, run: RunDir, prompts: PromptSet, shared: State) -> None:
-    talks = bool(OmegaConf.select(config, "log.table", default=True))
-    outcomes: list[Outcome] = []
-    try:
-        for index, prompt in enumerate(prompts.prompts):
-            place = f"prompt {index + 1}/{len(prompts.prompts)}"
-            if talks:
-                _say(f"{place}: {prompt.id} ({prompt.category})")
-            try:
-                _perform_one(config, run, prompt, index, shared)
-            finally:
-                path = run.path / prompt.folder(index)
-                begun = (path / "run.json").is_file()
-                outcomes.append(Outcome(index, prompt, Run.open(path) if begun else None))
-                if talks or outcomes[-1].status == "failed":
-                    _say(f"{place}: {prompt_summary.line(outcomes[-1])}")
-    finally:
-        missing = range(len(outcomes), len(prompts.prompts))
-        outcomes += [Outcome(index, prompts.prompts[index], None) for index in missing]
-        result = prompt_summary.collect(outcomes)
-        run.release_reserve()
-        run.record(**_common(result, run.facts))
+class _SetRun:
+    """A set being run: what its prompts share, and what became of those that have run."""
+
+    def __init__(self, config: DictConfig, run: RunDir, prompts: PromptSet, shared: State) -> None:
+        self.config, self.run, self.prompts, self.shared = config, run, prompts, shared
+        self.talks = bool(OmegaConf.select(config, "log.table", default=True))
+        self.streams = bool(OmegaConf.select(config, "log.stream", default=False))
+        self.outcomes: list[Outcome] = []
+        self._wirings: dict[tuple[Any, ...], Wiring] = {}
+
+    def perform(self) -> None:
+        """Run every prompt; Ds4FlowError in the end when one failed."""
+        try:
+            for index, prompt in enumerate(self.prompts.prompts):
+                self._show_and_perform(index, prompt)
+        finally:
+            self._finish()
+        failed = [one for one in self.outcomes if one.status == "failed"]
+        if failed:
+            others = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
+            reason = (failed[0].error or "").partition("\n")[0]
+            raise Ds4FlowError(
+                f"{len(failed)} of {len(self.outcomes)} prompts failed: "
+                f"{failed[0].prompt.id}{others}: {reason}",
+                "the others are complete; summary.json names every prompt and how it ended",
+            )
+
+    def _show_and_perform(self, index: int, prompt: Prompt) -> None:
+        place = f"prompt {index + 1}/{len(self.prompts.prompts)}"
+        if self.talks:
+            _say(f"{place}: {prompt.id} ({prompt.category})")
+        try:
+            self._perform_one(index, prompt)
+        finally:
+            path = self.run.path / prompt.folder(index)
+            begun = (path / RECORD).is_file()
+            self.outcomes.append(Outcome(index, prompt, Run.open(path) if begun else None))
+            if self.talks or self.outcomes[-1].status == "failed":
+                _say(f"{place}: {prompt_summary.line(self.outcomes[-1])}")
+
+    def _perform_one(self, index: int, prompt: Prompt) -> None:
+        """Run one prompt in its own directory; only what stops the whole set is raised."""
+        changes = _changes(self.config, prompt)
+        facts = {name: self.run.facts[name] for name in _CARRIED if name in self.run.facts}
+        facts["config"] = _config_facts(facts.get("config", {}), prompt, changes)
+        facts |= {
+            "prompt_id": prompt.id,
+            "prompt_category": prompt.category,
+            "prompt_line": prompt.line,
+            "seed": changes.get("sampling.seed"),
+        }
+        child = RunDir.create(self.run.path / prompt.folder(index), facts)
+        _log.info("prompt %s in %s", prompt.id, child.path.name)
+        state = self.shared.share_with(child, prompt.text, prompt.messages)
+        try:
+            with recorded(child):
+                child.write("prompt.txt", prompt.written)
+                self._wiring(changes).build().run(state)
+        except STOPS:
+            raise
+        except Exception:
+            pass  # recorded, with its traceback in run.log where it is not the user's doing
+        finally:
+            # Texts follow each other on stdout: the next one begins on a line of its own.
+            if self.streams and state.text and not state.text.endswith("\n"):
+                print(flush=True)
+
+    def _wiring(self, changes: Mapping[str, Any]) -> Wiring:
+        """The stages of the config with a prompt's own values; resolved once for all with equal."""
+        key = tuple(changes.items())
+        if key not in self._wirings:
+            config = self.config.copy()
+            for name, value in {**changes, "log.table": False}.items():
+                if OmegaConf.select(config, name) is not None:
+                    text = uninterpolated(value) if isinstance(value, str) else value
+                    OmegaConf.update(config, name, text)
+            self._wirings[key] = Wiring.of(config)
+        return self._wirings[key]
+
+    def _finish(self) -> None:
+        """Record what there is, also of a set that was stopped."""
+        missing = range(len(self.outcomes), len(self.prompts.prompts))
+        self.outcomes += [Outcome(index, self.prompts.prompts[index], None) for index in missing]
+        result = prompt_summary.collect(self.outcomes)
+        self.run.release_reserve()
+        self.run.record(**_common(result, self.run.facts))
         if result.total.prompts:
-            run.record(identity=result.total.identity)
-        run.write_json("summary.json", result.summary())
-        if talks:
-            _show(result, run)
-    if result.failed:
-        first = result.failed[0]
-        others = f" and {len(result.failed) - 1} more" if len(result.failed) > 1 else ""
-        raise Ds4FlowError(
-            f"{len(result.failed)} of {len(outcomes)} prompts failed: {first.prompt.id}{others}: "
-            f"{(first.error or '').splitlines()[0]}",
-            "the others are complete; summary.json names every prompt and how it ended",
-        )
-
-
-def _perform_one(
-    config: DictConfig, run: RunDir, prompt: Prompt, index: int, shared: State
-) -> None:
-    """Run one prompt in its own directory; only what stops the whole set is raised."""
-    changes = _changes(config, prompt)
-    facts = {name: run.facts[name] for name in _CARRIED if name in run.facts}
-    facts["config"] = _config_facts(facts.get("config", {}), prompt, changes)
-    facts |= {
-        "prompt_id": prompt.id,
-        "prompt_category": prompt.category,
-        "prompt_line": prompt.line,
-        "seed": changes.get("sampling.seed"),
-    }
-    child = RunDir.create(run.path / prompt.folder(index), facts)
-    _log.info("prompt %s in %s", prompt.id, child.path.name)
-    mine = config.copy()
-    for key, value in {**changes, "log.table": False}.items():
-        if OmegaConf.select(mine, key) is not None:
-            text = uninterpolated(value) if isinstance(value, str) else value
-            OmegaConf.update(mine, key, text)
-    state = shared.share_with(child, prompt.text, prompt.messages)
-    try:
-        with recorded(child):
-            child.write("prompt.txt", prompt.written)
-            build_pipeline(mine).run(state)
-    except STOPS:
-        raise
-    except Exception:
-        pass  # recorded, with its traceback in run.log where it is not the user's doing
-    finally:
-        _end_line(mine, state)
+            self.run.record(identity=result.total.identity)
+        self.run.write_json("summary.json", result.summary())
+        if self.talks:
+            _show(result, self.run)
 
 
 def _changes(config: DictConfig, prompt: Prompt) -> dict[str, Any]:
@@ -168,12 +191,6 @@ def _common(result: SetResult, known: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in first.items()
         if key not in known and key not in _OWN and all(key in f and f[key] == value for f in facts)
     }
-
-
-def _end_line(config: DictConfig, state: State) -> None:
-    """Texts follow each other on stdout: begin the next one on a line of its own."""
-    if OmegaConf.select(config, "log.stream") and state.text and not state.text.endswith("\n"):
-        print(flush=True)
 
 
 def _show(result: SetResult, run: RunDir) -> None:

@@ -98,11 +98,6 @@ class SetResult(NamedTuple):
     categories: dict[str, Figures]
     total: Figures
 
-    @property
-    def failed(self) -> list[Outcome]:
-        """Prompts that failed."""
-        return [one for one in self.outcomes if one.status == "failed"]
-
     def of_category(self, name: str) -> list[Outcome]:
         """The prompts of one category."""
         return [one for one in self.outcomes if one.prompt.category == name]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -16,12 +17,29 @@ from ds4flow.schema import ROLES
 
 def build_pipeline(config: DictConfig) -> Pipeline:
     """Make the stages that the checked `config` names, each once, and wire them; UsageError."""
-    roles = {role: list(config.pipeline[role]) for role in ROLES}
-    names = dict.fromkeys(name for role in ROLES for name in roles[role])
-    return Pipeline({name: _build_stage(name, config) for name in names}, **roles)
+    return Wiring.of(config).build()
 
 
-def _build_stage(name: str, config: DictConfig) -> Stage:
+class Wiring(NamedTuple):
+    """The stages of a config with their values resolved, from which pipelines can be made."""
+
+    stages: dict[str, tuple[type[Stage], dict[str, Any]]]
+    roles: dict[str, list[str]]
+
+    @classmethod
+    def of(cls, config: DictConfig) -> Wiring:
+        """Look the stages of a checked config up; UsageError."""
+        roles = {role: list(config.pipeline[role]) for role in ROLES}
+        names = dict.fromkeys(name for role in ROLES for name in roles[role])
+        return cls({name: _stage_values(name, config) for name in names}, roles)
+
+    def build(self) -> Pipeline:
+        """Make new stages, and wire them; UsageError."""
+        stages = {name: _build_stage(name, *parts) for name, parts in self.stages.items()}
+        return Pipeline(stages, **self.roles)
+
+
+def _stage_values(name: str, config: DictConfig) -> tuple[type[Stage], dict[str, Any]]:
     values: Any = OmegaConf.to_container(config[name], resolve=True)
     target = values.pop("_target_", None)
     if not isinstance(target, str):
@@ -36,8 +54,12 @@ def _build_stage(name: str, config: DictConfig) -> Stage:
                 f"{name}.{key} is not a key of {target}",
                 near_match(key, keys) or f"it has {', '.join(keys) or 'no keys'}",
             )
+    return cls, values
+
+
+def _build_stage(name: str, cls: type[Stage], values: dict[str, Any]) -> Stage:
     try:
-        return cls(**values)
+        return cls(**copy.deepcopy(values))
     except TypeError as error:
         raise UsageError(f"stage {name}: {error}", f"complete the YAML of {name}") from None
 
