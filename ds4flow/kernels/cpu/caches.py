@@ -24,14 +24,22 @@ MOST_CACHE_RECORDS = 1 << 14
 Stacked = Sequence[tuple[LayerWeights, LayerRows, Rope]]
 
 
+class Addressed:
+    """A record and its address."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.record = values
+        self.address = address(values)
+
+
 class Stack:
     """Records of a stack of layers, and what they were made from (buffers by weak reference)."""
 
     def __init__(self, stacked: Stacked, records: np.ndarray) -> None:
         self.records = records
         self.address = address(records)
-        self.trunk: np.ndarray | None = None
-        self.draft: np.ndarray | None = None
+        self.trunk: Addressed | None = None  # records of whole passes through these layers
+        self.draft: Addressed | None = None
         self.rows = self.last = 0  # what room has been made for
         self._fixed = [part for layer, _, rope in stacked for part in (layer, rope)]
         self._buffers = [weakref.ref(tensor) for tensor in _buffers(stacked)]

@@ -9,11 +9,11 @@ import torch
 
 from ds4flow.errors import NOT_FINITE, NumericsError
 from ds4flow.kernels.cpu import layout, passes, products, stack
-from ds4flow.kernels.cpu.caches import CacheRecords, Stack, Stacked
+from ds4flow.kernels.cpu.caches import Addressed, CacheRecords, Stack, Stacked
 from ds4flow.kernels.cpu.context import Context
 from ds4flow.kernels.cpu.library import library
 from ds4flow.kernels.cpu.lookup import check_ids, look_up, readable
-from ds4flow.kernels.cpu.records import address, put, record
+from ds4flow.kernels.cpu.records import Records, put, record
 from ds4flow.kernels.interface import LayerRows
 from ds4flow.model.rope import BLOCK, Rope
 from ds4flow.model.weights import HeadWeights, MtpWeights, TrunkWeights
@@ -27,6 +27,7 @@ class WholePasses:
         self.config = context.config
         self._context = context
         self._caches = caches
+        self._heads: dict[int, _Head] = {}
         self._trunk, self._head, self._draft = (
             library.address(kernel) for kernel in (passes.trunk, passes.head, passes.draft)
         )
@@ -68,28 +69,20 @@ class WholePasses:
         start: int,
     ) -> torch.Tensor:
         """Streams `[M, N, D]` of tokens at positions `start ..` after all layers."""
-        m, c, embedding = len(tokens), self.config, weights.embed
+        m, c = len(tokens), self.config
         stacked = list(zip(weights.layers, rows, ropes, strict=True))
-        if not readable(embedding):
-            embedded = look_up(self._context, embedding, tokens)
-            streams = embedded[:, None, :].expand(-1, c.streams, -1)
-            return self.layers(streams, tokens, stacked, start)
         made = self._ready(stacked, m, start)
-        check_ids(tokens, embedding)
         if made.trunk is None:
-            data, made.trunk = embedding.data, record(layout.TRUNK_SIZE)
-            for field, value in (
-                (layout.TRUNK_LOOKUP, library.address(products.ROW_LOOKUPS[embedding.type])),
-                (layout.TRUNK_ROWS, data.data_ptr()),
-                (layout.TRUNK_STRIDE, data.stride(0) * data.element_size()),
-                (layout.TRUNK_LAYERS, made.address),
-                (layout.TRUNK_COUNT, len(rows)),
-            ):
-                put(made.trunk, field, value)
+            if not readable(weights.embed):
+                embedded = look_up(self._context, weights.embed, tokens)
+                streams = embedded[:, None, :].expand(-1, c.streams, -1)
+                return self.layers(streams, tokens, stacked, start)
+            made.trunk = self._trunk_record(weights.embed, made, len(rows))
+        check_ids(tokens, weights.embed)
         out = torch.empty((m, c.streams, c.dim))
         failed = self._context.call(
             self._trunk,
-            address(made.trunk),
+            made.trunk.address,
             self._context.numbers(tokens),
             m,
             start,
@@ -100,19 +93,41 @@ class WholePasses:
             _raise_failed(failed, [layer.index for layer in weights.layers], start)
         return out
 
+    def _trunk_record(self, embedding: QTensor, made: Stack, count: int) -> Addressed:
+        data, values = embedding.data, record(layout.TRUNK_SIZE)
+        for field, value in (
+            (layout.TRUNK_LOOKUP, library.address(products.ROW_LOOKUPS[embedding.type])),
+            (layout.TRUNK_ROWS, data.data_ptr()),
+            (layout.TRUNK_STRIDE, data.stride(0) * data.element_size()),
+            (layout.TRUNK_LAYERS, made.address),
+            (layout.TRUNK_COUNT, count),
+        ):
+            put(values, field, value)
+        return Addressed(values)
+
     def head(
         self, streams: torch.Tensor, weights: HeadWeights, output: QTensor
     ) -> tuple[torch.Tensor, int]:
         """Logits `[M, V]` of streams `[M, N, D]`, and the first row that is not finite or -1."""
         streams = streams.contiguous()
-        m, _, dim = streams.shape
-        records = self._context.records
-        made, matrix = records.hyper(weights.hc, weights.norm), records.matrix(output)
-        self._context.reserve(m)
-        self._context.reserve_between(4 * m * dim)
-        out = torch.empty((m, output.shape[0]))
+        m = streams.shape[0]
+        known = self._heads.get(id(weights))
+        if known is None or known.weights is not weights or known.output is not output:
+            known = _Head(weights, output, self._context.records)
+            self._heads[id(weights)] = known
+        if m > known.rows:
+            self._context.reserve(m)
+            self._context.reserve_between(4 * m * self.config.dim)
+            known.rows = m
+        out = torch.empty((m, known.vocab))
         failed = self._context.call(
-            self._head, made, matrix, streams.data_ptr(), m, out.data_ptr(), self._context.between
+            self._head,
+            known.hyper,
+            known.matrix,
+            streams.data_ptr(),
+            m,
+            out.data_ptr(),
+            self._context.between,
         )
         return out, failed - 1
 
@@ -140,7 +155,7 @@ class WholePasses:
         m = len(tokens)
         made = self._ready([(weights.layer, rows, rope)], c.streams * m, start)
         if made.draft is None:
-            made.draft = record(layout.DRAFT_SIZE)
+            values = record(layout.DRAFT_SIZE)
             head, records = weights.head, self._context.records
             for field, value in (
                 (layout.DRAFT_NORM, records.vector(weights.hnorm)),
@@ -149,12 +164,13 @@ class WholePasses:
                 (layout.DRAFT_OUTPUT, records.matrix(output)),
                 (layout.DRAFT_LAYER, made.address),
             ):
-                put(made.draft, field, value)
+                put(values, field, value)
+            made.draft = Addressed(values)
             self._context.reserve(c.streams * m)  # for columns that were not known before
         vocab, rest = output.shape[0], m - written
         logits = torch.empty(vocab) if one else torch.empty((rest, vocab))
         out = torch.empty((c.streams, c.dim) if one else (rest, c.streams, c.dim))
-        made.draft[layout.DRAFT_TOKENS // 8 :] = (
+        made.draft.record[layout.DRAFT_TOKENS // 8 :] = (
             embedded.data_ptr(),
             streams.data_ptr(),
             self._context.numbers(tokens),
@@ -165,7 +181,7 @@ class WholePasses:
             logits.data_ptr(),
             self._context.between,
         )
-        failed = self._context.call(self._draft, address(made.draft))
+        failed = self._context.call(self._draft, made.draft.address)
         if failed > 0:
             _raise_failed(failed, [weights.layer.index], start + written)
         return logits, out, -failed - 1
@@ -190,6 +206,17 @@ class WholePasses:
         self._context.reserve_between(8 * m * (each + c.streams * c.dim))
         made.rows, made.last = m, last
         return made
+
+
+class _Head:
+    """Addresses of a head's records, and how many rows room has been made for."""
+
+    def __init__(self, weights: HeadWeights, output: QTensor, records: Records) -> None:
+        self.weights, self.output = weights, output
+        self.hyper = records.hyper(weights.hc, weights.norm)
+        self.matrix = records.matrix(output)
+        self.vocab = output.shape[0]
+        self.rows = 0
 
 
 def _raise_failed(failed: int, indices: Sequence[int], start: int) -> NoReturn:
