@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
 
 NOT_FINITE = "the weights or the kernels are at fault; check the file with its published digest"
@@ -22,6 +23,16 @@ class Ds4FlowError(Exception):
         super().__init__(what if not fix else f"{what}\n{fix}")
         self.what = what
         self.fix = fix
+
+    @property
+    def lines(self) -> list[str]:
+        """How a user sees it: what happened, and indented below what to do."""
+        shown = [f"error: {self.what}", *([f"  {self.fix}"] if self.fix else [])]
+        return [line.replace("\n", "\\n") for line in shown]
+
+    def show(self) -> None:
+        """Print its lines on stderr."""
+        print("\n".join(self.lines), file=sys.stderr)
 
 
 class UsageError(Ds4FlowError):

@@ -35,13 +35,6 @@ class JobFailed(CompactHydraException):
     """A job of a sweep that failed; Hydra shows it without a traceback and goes on."""
 
 
-def report(error: Ds4FlowError) -> None:
-    """Show an error of the user's as two lines on stderr."""
-    for line in (f"error: {error.what}", f"  {error.fix}" if error.fix else ""):
-        if line:
-            print(line.replace("\n", "\\n"), file=sys.stderr)
-
-
 @hydra.main(version_base="1.3", config_path="pkg://ds4flow.conf", config_name="config")
 def job(config: DictConfig) -> float | None:
     """What Hydra calls for a run, and for each job of a sweep; returns the value of `objective`.
@@ -54,7 +47,7 @@ def job(config: DictConfig) -> float | None:
             return _job_of_a_sweep(config, node)
         return execute(config, node)
     except Ds4FlowError as error:
-        report(error)
+        error.show()
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt as error:
         print("interrupted", file=sys.stderr)
@@ -72,8 +65,8 @@ def _job_of_a_sweep(config: DictConfig, node: HydraConf) -> float | None:
             rows.refuse_changed(config, node)
             ending.value = execute(config, node)
         except Ds4FlowError as error:
-            report(error)
-            raise JobFailed(f"error: {error.what}\n  {error.fix}") from None
+            error.show()
+            raise JobFailed("\n".join(error.lines)) from None
         except BrokenPipeError:
             raise
         except Exception as error:

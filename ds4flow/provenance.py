@@ -63,7 +63,8 @@ def leaves(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def follows(key: str) -> bool:
     """Whether a key takes its value from another key, and can be set there only."""
-    return key in schema.KEYS and bool(schema.KEYS[key].limits.link)
+    keys = (schema.KEYS[name] for name in _upwards(key) if name in schema.KEYS)
+    return any(key.limits.link for key in keys)
 
 
 def _upwards(key: str) -> Iterable[str]:

@@ -188,12 +188,7 @@ class Load(StageGroup):
     context: int | None = knob(link="runtime.context")
     memory: float | None = knob(link="runtime.memory")
     chat: str = knob(link="model.chat")
-    temperature: float = knob(link="sampling.temperature")
-    top_k: int = knob(link="sampling.top_k")
-    top_p: float = knob(link="sampling.top_p")
-    min_p: float = knob(link="sampling.min_p")
-    seed: int = knob(link="sampling.seed")
-    lossless: bool = knob(link="sampling.lossless")
+    sampling: Any = knob(link="sampling")  # the group as it is
     system: str = knob(link="system")
 
 

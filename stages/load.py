@@ -9,6 +9,7 @@ import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 
@@ -28,11 +29,10 @@ from ds4flow.tokenizer import ASSISTANT, THINK, USER, Tokenizer
 
 LARGEST_DEFAULT_CONTEXT = 8192
 """Context when none is asked for and the model's own is larger."""
+SAMPLING_KEYS = tuple(item.name for item in fields(Sampling))
+"""Keys of the group `sampling` that say how a token is chosen."""
 
-_PER_PROMPT = {
-    *("draft", "chunk", "context", "memory", "chat", "system"),
-    *("temperature", "top_k", "top_p", "min_p", "seed", "lossless"),
-}
+_PER_PROMPT = {"draft", "chunk", "context", "memory", "chat", "sampling", "system"}
 """Keys that the loaded model does not depend on."""
 
 
@@ -56,12 +56,7 @@ class LoadGguf(Stage):
     context: int | None
     memory: float | None
     chat: str
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    lossless: bool
+    sampling: dict[str, Any]
     system: str
     choice: DeviceChoice = field(init=False)
     group: Group | None = field(init=False)
@@ -93,7 +88,7 @@ class LoadGguf(Stage):
         """What the model depends on: not on the prompt, nor on how many drafts if there are any."""
         keys = [item.name for item in fields(self) if item.init]
         kept = [name for name in keys if name not in _PER_PROMPT]
-        drafts = (self.draft != 0, self.lossless or self._sampling().greedy)
+        drafts = (self.draft != 0, self.sampling["lossless"] or self._sampling().greedy)
         return type(self), *drafts, *(getattr(self, name) for name in kept)
 
     def run(self, state: State) -> None:
@@ -190,7 +185,7 @@ class LoadGguf(Stage):
             )
 
     def _sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+        return Sampling(**{key: self.sampling[key] for key in SAMPLING_KEYS})
 
     def _say(self, choice: DeviceChoice) -> None:
         """Tell what computes; a plain run on the CPU tells it in its closing table only."""
@@ -205,7 +200,12 @@ class LoadGguf(Stage):
             return
         state.sampling, state.identity = sampling, "sampled"
         state.run.record(identity="sampled")
-        if self.draft != 0 and self.uses_mtp and not self.lossless and not state.mtp_off:
+        if (
+            self.draft != 0
+            and self.uses_mtp
+            and not self.sampling["lossless"]
+            and not state.mtp_off
+        ):
             state.switch_mtp_off(
                 "sampling (temperature above 0); sampling.lossless=true drafts and keeps the "
                 "distribution"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,13 +79,10 @@ def test_the_same_seed_gives_the_same_text(tmp_path: Path, depth: int, mtp: bool
 
 
 def load_of(**values: Any) -> LoadGguf:
-    keys: dict[str, Any] = {
-        "profile": "official", "kernels": "reference", "threads": 0, "no_gpu": False,
-        "uses_mtp": True, "draft": 2, "chunk": 8, "context": None, "chat": "raw",
-        "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "lossless": False,
-        "system": "",
-    }  # fmt: skip
-    return LoadGguf(**{**keys, **values})
+    stage = build_pipeline(compose(["mtp.draft=2", "runtime.kernels=reference"])).stages["load"]
+    assert isinstance(stage, LoadGguf)
+    sampling = {key: values.pop(key, value) for key, value in stage.sampling.items()}
+    return replace(stage, **values, sampling=sampling)
 
 
 def run_sampling(folder: Path, golden: Path, *words: str) -> tuple[State, Any]:
