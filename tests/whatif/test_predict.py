@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from ds4flow.stages.draft import MtpDrafter
 
+from ds4flow.depth import DepthPolicy, Prior
 from ds4flow.errors import Ds4FlowError
 from ds4flow.runs.record import Run
 from ds4flow.whatif.costs import CostModel
@@ -220,6 +222,38 @@ def test_rows_that_the_drafter_keeps_make_nothing_exact(tmp_path: Path) -> None:
     found = predict(traced, Setting(2), None)
     assert found is not None
     assert not found.exact
+
+
+@pytest.mark.parametrize("step", [2.0, 30.0, 90.0])
+def test_the_auto_policy_is_played_as_a_real_run_plays_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: float
+) -> None:
+    """Times of a real run jitter; with the model's times given to it, it does what was told."""
+
+    def wrong(position: int) -> bool:
+        return position % 7 in (0, 4)
+
+    target, count = chaotic(6), 110
+    traced = traced_fake(tmp_path / "trace", target, wrong, depth=8, max_tokens=count)
+    costs = CostModel((100.0, 112.0, 125.0), (0.0,), step, commit=3.0, host=7.0)
+    model = varying(target, wrong)
+    costs = replace(costs, prior=Prior.of(model))  # type: ignore[arg-type]
+    found = predict(traced, Setting("auto"), costs)
+    observe = DepthPolicy.observe
+
+    def observe_told(self: DepthPolicy, **seen: Any) -> None:
+        drafting = costs.drafting(seen["steps"], 0)
+        whole = costs.cycle(seen["drafted"], seen["steps"], 0)
+        times = {"draft_s": drafting / 1e6, "verify_s": (whole - drafting) / 1e6}
+        observe(self, **(seen | times))
+
+    monkeypatch.setattr(DepthPolicy, "observe", observe_told)
+    options = {"drafter": MtpDrafter, "depth": "auto", "max_tokens": count}
+    real = decode(tmp_path / "real", model, **options)
+    assert found is not None
+    assert not found.exact
+    assert counts(found) == measured(real.summary)
+    assert (found.drafted > 0.5 * found.cycles) == (step < 90.0)
 
 
 @pytest.mark.parametrize(
