@@ -13,7 +13,7 @@ from typing import Any
 
 from ds4flow.errors import Ds4FlowError, UsageError
 from ds4flow.runs.screen import print_table, shown
-from ds4flow.runs.table import ALIASES, Row, load_rows, parse_condition, select
+from ds4flow.runs.table import ALIASES, Row, check_keys, load_rows, parse_condition, select
 
 COLUMNS = {
     "run": "run",
@@ -45,7 +45,8 @@ def list_runs(
     as_json: bool,
 ) -> None:
     """Print the selected runs as a table, or as JSON with every key."""
-    rows = select(load_rows(root, parts=parts), words, sort=sort, limit=limit)
+    whole = load_rows(root, parts=parts)
+    rows = select(whole, words, sort=sort, limit=limit)
     if as_json:
         print(json.dumps(rows, indent=1))
         return
@@ -53,6 +54,7 @@ def list_runs(
         print("no runs" + (" satisfy that" if words else f" in {root}"), file=sys.stderr)
         return
     keys = _columns(columns, words, sort)
+    check_keys(whole, keys if columns else ())
     titles = [COLUMNS.get(key, key) for key in keys]
     texts = sum(key in _TEXTS for key in keys[: len(_TEXTS)])
     print_table(titles, ([_cell(row, key) for key in keys] for row in rows), left=texts)

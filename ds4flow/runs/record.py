@@ -241,8 +241,10 @@ def _chosen(path: Path, word: str, *, sweeps: bool) -> Path:
     path = path.parent / path.readlink() if path.is_symlink() else path
     if sweeps or _is_run(path):
         return path
-    jobs = ", ".join(run.name for run in find_runs(path)[:8])
-    raise UsageError(f"{word} is a sweep, not a run", f"name one of its jobs: {word}/{{{jobs}}}")
+    raise UsageError(
+        f"{word} is a sweep, not a run",
+        f"name one of its jobs, as {word}/0; ds4flow runs ls 'run~{path.name}/' lists them",
+    )
 
 
 def _numbered(runs: list[Path]) -> list[Path]:

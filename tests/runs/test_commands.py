@@ -51,6 +51,7 @@ def test_ls_shows_a_line_a_run() -> None:
     assert [row["mtp.draft"] for row in json.loads(found)] == [2]
     columns = runs("ls", "kernels=cpu", "--columns", "commit.max_tokens,acceptance").stdout
     assert columns.splitlines()[0].split() == ["run", "commit.max_tokens", "accepted"]
+    assert "no run here has acceptanse" in runs("ls", "--columns", "acceptanse", code=2).stderr
     assert "kernels" in runs("ls", "kernels=cpu").stdout.splitlines()[0]
     assert "mtp.draft" in runs("ls", "--keys").stdout
     assert runs("ls", "mtp.draft=9").stderr == "no runs satisfy that\n"
