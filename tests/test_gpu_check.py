@@ -1,10 +1,16 @@
 """The script for a GPU, as far as it runs without one."""
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from click.testing import CliRunner
+
+from ds4flow.cli import main
+from ds4flow.config import compose
 
 ROOT = Path(__file__).parent.parent
 
@@ -15,8 +21,25 @@ def test_its_steps_stay_under_8_minutes_together():
         subprocess.run(["bash", "-n", ROOT / "tools" / "gpu_check.sh"], check=False).returncode == 0
     )
     steps = [line.split() for line in script.splitlines() if line.startswith("step ")]
-    assert [step[1] for step in steps] == ["machine", "kernels", "parity", "speed", "profile"]
+    names = ["machine", "kernels", "parity", "run-graph", "run-eager", "speed", "profile"]
+    assert [step[1] for step in steps] == names
     assert sum(int(step[2]) for step in steps) <= 480
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they would run for minutes here")
+def test_its_commands_are_commands_of_this_program(tmp_path, monkeypatch):
+    """Each `ds4flow` line is accepted as far as a machine without a GPU can tell."""
+    script = (ROOT / "tools" / "gpu_check.sh").read_text().replace("\\\n", " ")
+    lines = [line for line in script.splitlines() if " -m ds4flow " in line]
+    assert len(lines) == 3
+    monkeypatch.chdir(tmp_path)
+    for line in lines:
+        words = shlex.split(line.partition(" -m ds4flow ")[2].replace("$out", "x"))
+        if words[0] == "run":
+            compose([word for word in words[1:] if "=" in word])
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code == 1
+        assert "cannot be used" in result.stderr  # and not that a word is unknown
 
 
 @pytest.mark.slow
@@ -24,8 +47,7 @@ def test_its_steps_stay_under_8_minutes_together():
     ("step", "says"),
     [
         ("machine", "torch"),
-        ("parity", "depth 4 eager: the golden tokens"),
-        ("speed", "tokens_per_second"),
+        ("parity", "demo depth 4 eager: the same tokens"),
         ("profile", "aten::"),
     ],
 )

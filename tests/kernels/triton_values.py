@@ -34,6 +34,8 @@ from ds4flow.quants import QTensor
 from ds4flow.synth.presets import FLASH
 from ds4flow.synth.rehearsal import Synthesis
 
+pytestmark = pytest.mark.gpu
+
 CPU = torch.device("cpu")
 SMALL = replace(
     FLASH,
@@ -453,3 +455,23 @@ def test_a_golden_model_through_the_decode_graph(name, golden_dir: Path):
         assert left[:3] == right[:3]
         assert left.accepted == right.accepted
         assert left.gaps == pytest.approx(right.gaps, abs=1e-3)
+
+
+@pytest.mark.skipif(interpreting(), reason="graphs are captured on a GPU only")
+@pytest.mark.parametrize("width", range(3))
+def test_a_captured_graph_does_what_its_eager_twin_does(width, golden_dir: Path) -> None:
+    """Cycles, records and cache bits, over several replays."""
+    main = GgufFile.open(golden_dir / "tiny-q4k.gguf")
+    mtp = GgufFile.open(golden_dir / "tiny-q4k.mtp-support.gguf")
+    model = Model.load(main, mtp, profile="plain", kernels="gpu", device=DEVICE)
+    prompt, results = [5, 9, 200, 31, 7], []
+    for eager in (False, True):
+        cache = KVCache(model.config, context=60, draft_max=2, device=DEVICE)
+        streams = model.forward(prompt, cache)
+        model.mtp.follow(prompt, 0, None, streams, cache)
+        cache.commit(len(prompt))
+        graph = DecodeGraph(model, cache, eager=eager)
+        graph.start(int(model.logits(streams[-1:]).argmax()), streams[-1])
+        results.append(([graph.cycle(width) for _ in range(8)], cache.state_hash()))
+        assert graph.mode == ("eager" if eager else "graph")
+    assert results[0] == results[1]
