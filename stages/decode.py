@@ -10,7 +10,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from ds4flow.depth import AUTO_DEPTH_MAX, DepthPolicy
+from ds4flow.depth import AUTO_DEPTH_MAX, DepthPolicy, Prior
 from ds4flow.errors import UsageError
 from ds4flow.graph import Cycle, DecodeGraph, Rules
 from ds4flow.pipeline import Stage, State
@@ -56,8 +56,6 @@ class Decode(Stage):
                 "use draft=mtp or draft=off, or pipeline=speculative",
             )
         self.drafts = DRAFTERS[name]
-        if self.depth == "auto":
-            self.policy = DepthPolicy(AUTO_DEPTH_MAX)
 
     def prepare(self, state: State) -> None:
         """Make the graphs of all widths that can come, and say how decoding runs."""
@@ -69,6 +67,8 @@ class Decode(Stage):
                 state.switch_mtp_off(
                     "the graph drafts greedily; pipeline=speculative drafts while sampling"
                 )
+        if self.depth == "auto":
+            self.policy = DepthPolicy(AUTO_DEPTH_MAX, _whole_cycles(Prior.of(state.model)))
         rules = Rules(
             margin=1.0 if self.strict else self.margin,
             gate=self.gate,
@@ -153,3 +153,9 @@ class Decode(Stage):
         return Verdict(
             cycle.accepted, cycle.next_token, reason, cycle.relaxed, cycle.ratios, cycle.gaps
         )
+
+
+def _whole_cycles(prior: Prior) -> Prior:
+    """Expected costs with drafting as a part of the pass."""
+    passes = (cost + depth * prior.step for depth, cost in enumerate(prior.passes))
+    return Prior(tuple(passes), 0.0)

@@ -164,7 +164,7 @@ def test_auto_depth_learns_from_whole_cycles(tmp_path: Path) -> None:
     plain = run(tmp_path / "plain", ["mtp.draft=0", *words[1:]])
     graph = run(tmp_path / "graph", ["pipeline=graph", *words])
     assert graph.state.tokens == plain.state.tokens
-    assert {len(cycle["drafts"]) for cycle in graph.cycles} >= {0, 1}
+    assert any(cycle["drafts"] for cycle in graph.cycles)
     assert all("depth_choice" in cycle for cycle in graph.cycles)
 
 
