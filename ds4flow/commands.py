@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from ds4flow import completion
 from ds4flow.runs.group import root_option, runs
 
 TARGETS = {
@@ -253,9 +254,19 @@ class _WithArms(click.Command):
 
 @click.command("ab", cls=_WithArms)
 @click.argument(
-    "words", nargs=-1, metavar="[KEY=VALUE].. [A.yaml B.yaml | -- [KEY=VALUE].. -- [KEY=VALUE]..]"
+    "words",
+    nargs=-1,
+    metavar="[KEY=VALUE].. {A.yaml B.yaml | -- [KEY=VALUE].. -- [KEY=VALUE]..}",
+    shell_complete=completion.complete_override,
 )
-@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, metavar="N")
+@click.option(
+    "--repeats",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    metavar="N",
+    help="Pairs that are measured.",
+)
 @click.option(
     "--warmup",
     type=click.IntRange(min=0),

@@ -421,6 +421,7 @@ def complete(line: str) -> list[str]:
 def test_bash_completes_keys_and_values_after_the_equals_sign() -> None:
     assert "run" in complete("ds4flow r")
     assert complete("ds4flow run mtp.dr") == ["mtp.draft="]
+    assert complete("ds4flow ab -- mtp.draft=0 -- mtp.ma") == ["mtp.margin="]
     assert complete("ds4flow run model=fl") == [
         "flash-q2", "flash-q2-imatrix", "flash-q4", "flash-q4-imatrix",
     ]  # fmt: skip
