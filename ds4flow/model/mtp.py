@@ -93,7 +93,6 @@ class MtpBlock:
         embedded = kernels.rms_norm(kernels.embed(self.embedding, tokens), weights.enorm)
         return kernels.linear(embedded, weights.e_proj)
 
-    @torch.inference_mode()
     def warm(self, streams: torch.Tensor, tokens: Sequence[int], first: int, cache: Cache) -> None:
         """Write the window rows of positions `first ..` without running the whole block.
 
@@ -101,8 +100,12 @@ class MtpBlock:
         row depends on its own pair only. Rows that no later draft can see are skipped.
         """
         skipped = max(0, len(tokens) - self.config.window)
-        tokens, first = tokens[skipped:], first + skipped
-        self._write(self._join(streams[skipped:], tokens), first, cache)
+        streams, tokens, first = streams[skipped:], tokens[skipped:], first + skipped
+        if self.kernels.passes is not None:
+            self._whole(self.kernels.passes, streams, tokens, first, cache, len(tokens))
+            return
+        with torch.inference_mode():
+            self._write(self._join(streams, tokens), first, cache)
 
     def _write(self, joined: torch.Tensor, first: int, cache: Cache) -> None:
         layer = self.weights.layer
