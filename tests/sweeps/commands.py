@@ -50,7 +50,7 @@ def started(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    for _ in range(600):
+    for _ in range(6000):
         if condition():
             return
         time.sleep(0.05)

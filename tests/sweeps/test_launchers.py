@@ -32,7 +32,7 @@ def test_processes_run_the_frozen_config_and_give_the_same_tokens(tmp_path: Path
     process = started(*words, "-m", "mtp.draft=0,2,3", "hydra/launcher=processes")
     wait_for((there / "0" / "cycles.jsonl").exists)
     shutil.rmtree(conf)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert outputs(there) == outputs()
     found = Sweep.open(there)
@@ -77,7 +77,7 @@ def test_processes_that_are_interrupted_and_resumed_elsewhere() -> None:
     process = started(*words)
     wait_for((SWEEP / "0" / "cycles.jsonl").exists)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 130, errors
     assert set(statuses()) <= {"failed", "missing", "skipped"}
     assert Sweep.open(SWEEP).facts["status"] == "interrupted"
@@ -95,7 +95,7 @@ def test_a_process_that_dies_is_a_failed_job() -> None:
     process = started(*words, "fakeload.seconds=1")
     wait_for((SWEEP / "0" / "cycles.jsonl").exists)
     os.kill(Run.open(SWEEP / "0").facts["pid"], signal.SIGKILL)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 1, errors
     assert statuses() == ["failed", "failed"]
     assert "TerminatedWorkerError" in str(Sweep.open(SWEEP).jobs[0].reason)
