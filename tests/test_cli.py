@@ -183,7 +183,7 @@ LAYERS = {
 @pytest.mark.parametrize("in_file", [False, True])
 @pytest.mark.parametrize("in_environment", [False, True])
 @pytest.mark.parametrize("typed", [False, True])
-def test_precedence(
+def test_report_61_precedence(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     key: str,

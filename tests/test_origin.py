@@ -33,7 +33,7 @@ def tree_of(folder: Path) -> str:
     return git(folder, "write-tree")
 
 
-def test_the_patch_reproduces_a_dirty_tree(repository: Path, tmp_path: Path) -> None:
+def test_report_67_the_patch_reproduces_a_dirty_tree(repository: Path, tmp_path: Path) -> None:
     (repository / "__init__.py").write_text("two\n")
     (repository / "binary").write_bytes(b"\x00\xff" * 99)
     (repository / "new file ü.py").write_text("new\n")
@@ -65,7 +65,7 @@ def test_large_untracked_files_are_named_instead(repository: Path) -> None:
     assert patch == b""
 
 
-def test_outside_a_repository_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_67_outside_a_repository_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     facts, patch = origin.source_tree(tmp_path)
     assert facts["revision"] is None

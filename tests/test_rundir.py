@@ -46,7 +46,7 @@ def _allocate_and_mark(template: Path, barrier, names) -> None:  # type: ignore[
     names.put((path.name, os.getpid()))
 
 
-def test_eight_processes_at_once_get_eight_directories(tmp_path: Path) -> None:
+def test_report_59_eight_processes_at_once_get_eight_directories(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     barrier, names = context.Barrier(8), context.Queue()
     jobs = [

@@ -23,7 +23,7 @@ def outputs(path: Path = SWEEP) -> list[bytes]:
 
 
 def test_processes_run_the_frozen_config_and_give_the_same_tokens(tmp_path: Path) -> None:
-    """Also bug 63, in a launcher's process: the YAML is gone before the last job composes."""
+    """Also report 63, in a launcher's process: the YAML is gone before the last job composes."""
     sweep("mtp.draft=0,2,3")
     there = SWEEP.parent / "0002"
     conf = tmp_path / "conf"

@@ -205,7 +205,7 @@ def test_a_sweep_that_was_killed_is_resumed() -> None:
     ]  # fmt: skip
 
 
-def test_bug_59_two_sweeps_at_once_have_two_directories() -> None:
+def test_report_59_two_sweeps_at_once_have_two_directories() -> None:
     processes = [started(*FAKE, "-m", "mtp.draft=0,2") for _ in range(2)]
     for process in processes:
         process.communicate(timeout=300)
@@ -257,7 +257,7 @@ def test_a_preset_is_a_sweep_that_the_command_line_can_change(
     assert not (SWEEP.parent / "0002").exists()
 
 
-def test_bug_63_editing_config_during_a_sweep_changes_no_job(tmp_path: Path) -> None:
+def test_report_63_editing_config_during_a_sweep_changes_no_job(tmp_path: Path) -> None:
     """A folder of the user's, its presets and a prompt, all edited during job 0."""
     conf = tmp_path / "conf"
     shutil.copytree(CONF, conf)
