@@ -61,7 +61,7 @@ def test_each_stage_module_has_a_group_and_a_schema() -> None:
         "pipeline",
         "experiment",
     }
-    assert set(STAGES) < set(schema.GROUPS)
+    assert set(STAGES) - {"track"} < set(schema.GROUPS)  # track holds the stages of OBSERVERS
 
 
 @pytest.mark.parametrize("pipeline", [option for group, option in OPTIONS if group == "pipeline"])

@@ -65,7 +65,9 @@ def test_large_untracked_files_are_named_instead(repository: Path) -> None:
     assert patch == b""
 
 
-def test_report_67_outside_a_repository_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_67_outside_a_repository_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     facts, patch = origin.source_tree(tmp_path)
     assert facts["revision"] is None
