@@ -11,12 +11,18 @@ import pytest
 
 from ds4flow.config import compose
 from ds4flow.errors import UsageError
+from ds4flow.model.trunk import Model
 from ds4flow.overrides import quoted
 from ds4flow.pipeline import State
 from ds4flow.rundir import RunDir
 from ds4flow.wiring import build_pipeline, read_prompt
 
 COMMON = ("runtime.device=cpu", "runtime.kernels=static", "log=quiet", "mtp.full_logits=true")
+
+
+def slow(value: object) -> Any:
+    """A case that only -m slow runs."""
+    return pytest.param(value, marks=pytest.mark.slow)
 
 
 class Ran(NamedTuple):
@@ -29,12 +35,18 @@ class Ran(NamedTuple):
     summary: dict[str, Any]
 
 
+MODELS: dict[str, Model] = {}  # by file, so that runs share decoded weights
+
+
 def run(folder: Path, words: list[str]) -> Ran:
     config = compose([*COMMON, *words])
     directory = RunDir.create(folder)
-    state = State(run=directory, prompt=read_prompt(config))
+    file = f"{config.model.path} {config.model.mtp_path}"
+    state = State(run=directory, prompt=read_prompt(config), model=MODELS.get(file))
     build_pipeline(config).run(state)
     directory.finish("complete")
+    if state.model.mtp is not None or config.model.mtp_path is None:
+        MODELS[file] = state.model
     lines = (folder / "cycles.jsonl").read_text().splitlines()
     arrays = [dict(np.load(path)) for path in sorted((folder / "logits").glob("*.npz"))]
     facts, summary = (
@@ -81,7 +93,7 @@ def golden(golden_dir: Path, name: str = "tiny-q4k") -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("depth", range(5))
+@pytest.mark.parametrize("depth", [slow(0), slow(1), 2, slow(3), 4])
 def test_the_golden_model_at_every_depth(tmp_path: Path, golden_dir: Path, depth: int) -> None:
     ordinary, graph = both(tmp_path, [*golden(golden_dir), f"mtp.draft={depth}"])
     assert_same(ordinary, graph)
@@ -92,7 +104,7 @@ def test_the_golden_model_at_every_depth(tmp_path: Path, golden_dir: Path, depth
     assert (graph.facts["device"], graph.facts["kernels"]) == ("cpu", "static")
 
 
-@pytest.mark.parametrize("depth", range(5))
+@pytest.mark.parametrize("depth", [slow(0), slow(1), slow(2), 3, slow(4)])
 def test_the_demo_model_at_every_depth(tmp_path: Path, depth: int) -> None:
     words = [f"mtp.draft={depth}", "commit.max_tokens=12", "runtime.context=60"]
     ordinary, graph = both(tmp_path, words)
@@ -104,14 +116,14 @@ def test_the_demo_model_at_every_depth(tmp_path: Path, depth: int) -> None:
     "words",
     [
         ["mtp.margin=0.05"],
-        ["mtp.margin=0.05", "mtp.strict=true"],
+        slow(["mtp.margin=0.05", "mtp.strict=true"]),
         ["mtp.gate=0.4"],
-        ["mtp.keep_accepted=true"],
-        ["mtp.probe=true"],
+        slow(["mtp.keep_accepted=true"]),
+        slow(["mtp.probe=true"]),
         ["commit.stop=['e']"],
-        ["commit.max_tokens=4"],
-        ["draft=off"],
-        ["runtime.context=32"],
+        slow(["commit.max_tokens=4"]),
+        slow(["draft=off"]),
+        slow(["runtime.context=32"]),
     ],
     ids=" ".join,
 )
@@ -168,7 +180,7 @@ def test_auto_depth_learns_from_whole_cycles(tmp_path: Path) -> None:
     assert all("depth_choice" in cycle for cycle in graph.cycles)
 
 
-@pytest.mark.parametrize("lossless", [False, True])
+@pytest.mark.parametrize("lossless", [slow(False), True])
 def test_sampling_draws_what_the_ordinary_pipeline_draws(tmp_path: Path, lossless: bool) -> None:
     words = ["sampling.temperature=0.8", "sampling.seed=5", "commit.max_tokens=10"]
     words += ["runtime.context=60"]
