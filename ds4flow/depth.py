@@ -25,6 +25,7 @@ ACCEPT_GUESS = 0.6  # acceptance of the first draft before any look, with the we
 AUTO_DEPTH_MAX = 8  # deepest drafts that mtp.draft=auto tries
 MIN_SAMPLES = 4  # looks at the first draft before it may be given up
 MIN_COSTS = 2  # passes of a width before their cost is believed
+LEAST = 1e-9  # seconds of a pass; a clock that stands still must not make it free
 WARMING = 2  # cycles whose costs are not counted
 WORTH = 1.02  # expected gain from which drafting is better than not
 PROMISING = 0.9  # a deeper draft this close to the best is worth a first look
@@ -33,6 +34,7 @@ SURPRISE = 1.25  # a probe that is off by this factor is made once more
 PROBE_OFF = 64  # cycles before the first probe while nothing is drafted; doubles up to PROBE_LAST
 PROBE_ON = 16  # the same while drafting
 PROBE_LAST = 256
+ROW = 0.02  # of a pass of one row: what each further row costs beside its bytes
 SETTLED = 4  # cycles between two looks at the choice once it rests on enough
 
 
@@ -116,8 +118,14 @@ class Prior:
 
     @classmethod
     def of(cls, model: Model, depth_max: int = AUTO_DEPTH_MAX) -> Prior:
-        """By the weight bytes that passes and drafts read: the least that they can cost."""
-        sizes = [model.weight_bytes(rows) for rows in range(1, depth_max + 2)]
+        """By the weight bytes that passes and drafts read: the least that they can cost.
+
+        A row more is never free, also where all experts are read anyway.
+        """
+        first = model.weight_bytes(1)
+        sizes = [
+            model.weight_bytes(rows) + ROW * (rows - 1) * first for rows in range(1, depth_max + 2)
+        ]
         step = 0.0 if model.mtp is None else model.mtp.weight_bytes()
         return cls(tuple(size / sizes[0] for size in sizes), step / sizes[0])
 
@@ -163,6 +171,8 @@ class DepthPolicy:
         self.cycle += 1
         for place in range(min(accepted + 1, drafted)):
             self.accept[place].add(place < accepted)
+        if steps > drafted == accepted:  # a draft that the gate held back gains nothing either
+            self.accept[drafted].add(False)
         if not drafted:
             for looks in self.accept:
                 looks.fade(ACCEPT_IDLE)
@@ -172,7 +182,7 @@ class DepthPolicy:
         width = drafted + 1
         mean = self.verify.setdefault(width, Mean())
         before, known = mean.value, mean.count >= MIN_COSTS
-        mean.add(verify_s, self.cycle)
+        mean.add(max(verify_s, LEAST), self.cycle)
         if self.probing:
             self._weigh(drafted, accepted, verify_s / before if known and before else 1.0)
         elif known and before:
@@ -213,15 +223,15 @@ class DepthPolicy:
             return passes + _fitted(self.draft, float, depth)
         return passes + depth * self.prior.step * _fitted(self.verify, self.prior.width, 1)
 
-    def rates(self, deepest: int, *, hopeful: bool = False) -> list[float]:
+    def rates(self, deepest: int) -> list[float]:
         """Expected tokens per second of cycles with 0, 1, .. `deepest` drafts.
 
-        `hopeful`: with the benefit of the doubt for positions that were seldom looked at.
+        Positions that were seldom looked at get the benefit of the doubt.
         """
         tokens, reach, guess = 1.0, 1.0, ACCEPT_GUESS
         found = [1.0 / self.cost(0)]
         for depth, looks in enumerate(self.accept[:deepest], 1):
-            reach *= looks.hope(guess) if hopeful else looks.mean(guess)
+            reach *= looks.hope(guess)
             guess = looks.mean(guess)
             tokens += reach
             found.append(tokens / self.cost(depth))
@@ -245,7 +255,7 @@ class DepthPolicy:
             self.again = None
         if self.accept[0].seen < MIN_SAMPLES and not hopeless:
             return Decision(1, "learn")
-        rates = self.rates(limit, hopeful=True)
+        rates = self.rates(limit)
         rates[0] *= WORTH
         # one step beyond what was measured: expectations carry no further
         deepest = min(limit, max(self.verify, default=1))

@@ -257,6 +257,43 @@ def test_a_prior_counts_bytes():
             return 100.0 + 10.0 * rows
 
     prior = Prior.of(Counted(), 3)
-    assert prior.passes == pytest.approx((1.0, 120 / 110, 130 / 110, 140 / 110))
+    row = 0.02
+    bytes_read = (1.0, 120 / 110 + row, 130 / 110 + 2 * row, 140 / 110 + 3 * row)
+    assert prior.passes == pytest.approx(bytes_read)
     assert prior.step == pytest.approx(50 / 110)
-    assert prior.width(6) == pytest.approx(160 / 110)
+    assert prior.width(6) == pytest.approx(160 / 110 + 5 * row)
+
+
+def test_a_model_that_reads_everything_for_one_row_is_no_division_by_zero():
+    class Whole:
+        mtp = None
+
+        def weight_bytes(self, rows):
+            return 100.0
+
+    machine = MACHINES["small model"]
+    policy = DepthPolicy(4, Prior.of(Whole(), 4))
+    for _ in range(80):
+        depth = policy.choose(4).depth
+        draft_s, verify_s = machine.cycle(depth)
+        policy.observe(
+            drafted=depth, accepted=depth, steps=depth, draft_s=draft_s, verify_s=verify_s
+        )
+    assert policy.best == 4
+
+
+def test_a_gate_that_holds_every_draft_back_ends_the_learning():
+    policy = DepthPolicy(4, BYTES)
+    steps = []
+    for _ in range(100):
+        depth = policy.choose(4).depth
+        policy.observe(drafted=0, accepted=0, steps=depth, draft_s=0.1 * depth, verify_s=1.0)
+        steps.append(depth)
+    assert sum(steps) <= 8
+
+
+def test_a_clock_that_stands_still_is_survived():
+    policy = DepthPolicy(4, BYTES)
+    for _ in range(50):
+        depth = policy.choose(4).depth
+        policy.observe(drafted=depth, accepted=0, steps=depth, draft_s=0.0, verify_s=0.0)
