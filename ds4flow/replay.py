@@ -137,6 +137,11 @@ def _recorded(run: Run, name: str) -> dict[str, Any]:
             "runs of ds4flow run can be replayed",
         )
     config = dict(run.config)
+    if run.part and not config.get("prompt"):
+        raise UsageError(
+            f"{name} is a conversation, which a set of prompts alone can hold",
+            f"replay the set: {run.path.parent}",
+        )
     if config.get("prompt_file") is not None:
         config |= {"prompt": run.prompt, "prompt_file": None}
     if config.get("prompts") is not None and not _is_todays_set(run, config):

@@ -227,12 +227,16 @@ def test_a_conversation_goes_through_the_chat_format() -> None:
     data = [{"id": "talk", "category": "chat", "messages": talk[:2]}]
     data.append({"id": "long", "category": "chat", "messages": talk})
     words = ("model.chat=think", "mtp.draft=2")
-    found = parts(run(*words, write(data)).path)
+    assert invoke("run", *DEMO, *words, write(data)).exit_code == 0
+    found = parts("runs/t/0001")
     single = run(*words, "prompt=One", "system=Be brief.")
     assert found["talk"].tokens == single.tokens
     assert found["talk"].prompt_tokens == single.prompt_tokens
     assert len(found["long"].prompt_tokens) > len(found["talk"].prompt_tokens)
     assert [json.loads(line) for line in found["long"].prompt.splitlines()] == talk
+    replayed = invoke("replay", "t/0001/prompt-001-long")
+    assert replayed.exit_code == 2
+    assert "is a conversation" in replayed.stderr
     result = invoke("run", *DEMO, write(data))
     assert result.exit_code == 1
     assert "set.jsonl, line 1: there are messages, but model.chat=raw" in result.stderr

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds4flow.metrics import ratio
-from ds4flow.runs.record import Run, natural
+from ds4flow.runs.record import Run, find_parts
 
 COLUMNS = (
     *("category", "prompts", "tokens", "tokens/s", "accepted", "drafts", "length", "repeated"),
@@ -18,8 +18,7 @@ that of tokens that were not the target's choice."""
 
 def parts(run: Run) -> dict[str, Run]:
     """The prompts of a set's run by id, in order; another run is its own only part, named ''."""
-    folders = sorted((path for path in run.path.glob("prompt-*") if path.is_dir()), key=natural)
-    found = [Run.open(path) for path in folders]
+    found = [Run.open(path) for path in find_parts(run.path)]
     return {str(one.facts.get("prompt_id", one.path.name)): one for one in found} or {"": run}
 
 
