@@ -114,3 +114,40 @@ def test_every_stage_is_closed_and_the_first_error_is_shown(
     calm = {"a": FailsToClose(), "b": Ends()}
     with pytest.raises(Ds4FlowError, match="disk is full"):
         Pipeline(calm, setup=["a"], cycle=["b"]).run(State(RunDir(tmp_path, {}), "x"))
+
+
+class Shares(Probe):
+    writes = ("model",)
+
+    def share(self, state: State) -> None:
+        self.log.append("share")
+        state.model = "the model"  # type: ignore[assignment]
+
+
+def test_what_is_shared_is_made_once_and_all_else_is_fresh(tmp_path: Path) -> None:
+    shares, plain = Shares(), Probe()
+    pipeline = Pipeline(
+        {"shares": shares, "plain": plain, "ends": Ends()},
+        setup=["shares", "plain"],
+        cycle=["ends"],
+    )
+    first = state(tmp_path)
+    pipeline.share(first)
+    assert (shares.log, plain.log) == (["share"], [])
+    first.tokens, first.cycle, first.mtp_off = [1, 2], 5, "why"
+    run = RunDir.create(tmp_path / "other")
+    second = first.share_with(run, "y")
+    assert (second.model, second.prompt, second.run) == ("the model", "y", run)
+    assert (second.tokens, second.cycle) == (None, 0)
+    assert second.mtp_off == run.facts["mtp_off"] == "why"
+    assert second.pieces is not first.pieces
+
+
+def test_pipelines_share_when_the_stages_that_share_have_equal_keys() -> None:
+    def key(**stages: Probe) -> object:
+        wired = {**stages, "ends": Ends()}
+        return Pipeline(wired, setup=list(stages), cycle=["ends"]).share_key()
+
+    assert key(shares=Shares(), plain=Probe()) == key(shares=Shares(), plain=Probe(log=["x"]))
+    assert key(shares=Shares()) != key(shares=Shares(log=["x"]))
+    assert key(shares=Shares()) != key(plain=Probe())

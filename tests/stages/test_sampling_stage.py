@@ -145,6 +145,25 @@ def test_when_the_switch_is_thrown(tmp_path: Path, values: dict[str, Any], off: 
     assert state.identity == ("exact" if state.sampling is None else "sampled")
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        ({"draft": 1}, {"draft": 4}, True),
+        ({"draft": 1}, {"draft": "auto"}, True),
+        ({"draft": 1}, {"draft": 0}, False),
+        ({"seed": 1}, {"seed": 2, "system": "x", "chunk": 4, "context": 9, "chat": "think"}, True),
+        ({"temperature": 1.0}, {"temperature": 0.0}, False),  # the first one loads no block
+        ({"temperature": 1.0, "lossless": True}, {"temperature": 0.0}, True),
+        ({"threads": 1}, {"threads": 2}, False),
+        ({"profile": "plain"}, {"profile": "official"}, False),
+        ({"no_gpu": True}, {"no_gpu": False}, False),
+    ],
+)
+def test_what_one_load_can_serve(one: dict[str, Any], other: dict[str, Any], equal: bool) -> None:
+    assert (load_of(**one).share_key() == load_of(**other).share_key()) == equal
+    hash(load_of(**one).share_key())
+
+
 def test_parity_refuses_sampling(tmp_path: Path, golden_dir: Path) -> None:
     with pytest.raises(UsageError, match="this run samples") as caught:
         run_sampling(tmp_path / "run", golden_dir, "sampling.temperature=1", "pipeline=parity")
