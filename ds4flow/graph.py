@@ -153,8 +153,7 @@ class DecodeGraph:
         self.kernels = kernels
         for ratio in {*model.config.ratios}:
             kernels.reserve(model.rope(ratio), cache.context)
-        shared = hasattr(kernels, "group")
-        self.mode, self.why = _mode(device, eager, shared)
+        self.mode, self.why = _mode(device, kernels, eager)
         self.buffers = DecodeBuffers.make(model.config, cache.draft_max + 1, device)
         self._host = torch.zeros_like(self.buffers.report, device="cpu")
         if self.mode == "graph":
@@ -257,7 +256,8 @@ class DecodeGraph:
         after = start + accepted + 1
         ended = (after >= buffers.limit).long() * 2
         if rules.eos is not None:
-            ended = torch.where(following == rules.eos, 1, ended)
+            hit = (following == rules.eos).long()
+            ended = ended * (1 - hit) + hit
         report = [accepted, following, after, bad, alive.sum(0, keepdim=True), ended]
         report += [rows, best.token, best.gap, drafts, draft_gaps, ratios]
         flat = torch.cat([part.double() for part in report])
@@ -394,11 +394,13 @@ class DecodeGraph:
         return "eos" if int(drafts[alive]) == self.rules.eos else "gate"
 
 
-def _mode(device: torch.device, eager: bool, shared: bool) -> tuple[str, str]:
+def _mode(device: torch.device, kernels: DeviceKernels, eager: bool) -> tuple[str, str]:
     if eager:
         return "eager", "runtime.eager=true asks for it"
-    if shared:
+    if hasattr(kernels, "group"):
         return "eager", "the exchange between processes is not captured"
     if device.type != "cuda":
         return "eager", f"graphs are captured on CUDA devices, and the cache lies on {device}"
+    if isinstance(kernels, StaticKernels):
+        return "eager", "torch operations are not captured; runtime.kernels=gpu is"
     return "graph", "captured once per verify width"
