@@ -83,6 +83,7 @@ class Looks:
     def fade(self, factor: float) -> None:
         """Let what was seen count less, but never as if nothing had been seen."""
         if self.count > MIN_SAMPLES:
+            factor = max(factor, MIN_SAMPLES / self.count)
             self.right *= factor
             self.count *= factor
 
@@ -147,6 +148,7 @@ class DepthPolicy:
     verify: dict[int, Mean] = field(default_factory=dict)  # seconds of a pass, by width
     draft: dict[int, Mean] = field(default_factory=dict)  # seconds of drafting, by steps
     cycle: int = 0
+    rest: int = 0  # cycles without drafts that acceptance has not faded by yet
     best: int = 0
     idle: int = 0  # cycles since the last probe
     probe_after: int = PROBE_OFF
@@ -173,9 +175,7 @@ class DepthPolicy:
             self.accept[place].add(place < accepted)
         if steps > drafted == accepted:  # a draft that the gate held back gains nothing either
             self.accept[drafted].add(False)
-        if not drafted:
-            for looks in self.accept:
-                looks.fade(ACCEPT_IDLE)
+        self.rest += not drafted
         if self.warming:  # caches and memory are cold: these costs will not come again
             self.warming -= 1
             return
@@ -248,6 +248,10 @@ class DepthPolicy:
         if self.settled and limit >= self.best:
             self.settled -= 1
             return self._next(limit)
+        if self.rest:
+            for looks in self.accept:
+                looks.fade(ACCEPT_IDLE**self.rest)
+            self.rest = 0
         if self._costs(1) < MIN_COSTS:
             return Decision(0, "learn")
         hopeless = self._hopeless(limit)

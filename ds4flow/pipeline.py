@@ -115,6 +115,11 @@ class State:
         return [] if self.tokens is None else self.tokens[self.prompt_length :]
 
     @property
+    def produced(self) -> int:
+        """How many tokens were committed after the prompt."""
+        return 0 if self.tokens is None else len(self.tokens) - self.prompt_length
+
+    @property
     def text(self) -> str:
         """The output text so far, without what may still become a stop string."""
         return "".join(self.pieces)

@@ -61,7 +61,7 @@ class Commit(Stage):
     def _fitting(self, state: State, accepted: tuple[int, ...]) -> int:
         """How many of the accepted tokens belong to the text; their text is passed on."""
         self.stream = self.stream or TextStream(state.tokenizer)
-        left = self.max_tokens - len(state.output)
+        left = self.max_tokens - state.produced
         for count, token in enumerate(accepted[:left]):
             if self._is_end(state, token):
                 return count
@@ -84,7 +84,7 @@ class Commit(Stage):
             return "stop"
         if self._is_end(state, state.next_token):
             return "eos"
-        if len(state.output) >= self.max_tokens:
+        if state.produced >= self.max_tokens:
             return "limit"
         return "context" if state.cache.length >= state.cache.context else None
 

@@ -108,7 +108,7 @@ class Decode(Stage):
     def _left(self, state: State) -> int:
         """Drafts that the text and the context still have room for."""
         cache = state.cache
-        return min(self.max_tokens - len(state.output), cache.context - cache.length) - 1
+        return min(self.max_tokens - state.produced, cache.context - cache.length) - 1
 
     def _width(self, state: State) -> int:
         """Drafts of this cycle."""

@@ -89,7 +89,7 @@ class Drafter(NoDrafter):
         """Propose up to the clamped depth."""
         start = time.perf_counter()
         cache = state.cache
-        left = min(self.max_tokens - len(state.output), cache.context - cache.length) - 1
+        left = min(self.max_tokens - state.produced, cache.context - cache.length) - 1
         depth = 0 if state.mtp_off else max(0, min(self._depth(state, left, start), left))
         self.steps, self.backlog = depth, 0.0
         self.propose(state, depth)

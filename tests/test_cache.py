@@ -1,6 +1,5 @@
 """Rewinding moves a cursor: against a plain twin that never wraps and never drafts."""
 
-import resource
 from pathlib import Path
 
 import numpy as np
@@ -203,6 +202,8 @@ def test_a_fork_goes_on_alone_and_with_the_same_bits(model, length):
 
 def resident() -> int:
     """Bytes of this process that lie in memory."""
+    import resource  # where /proc is, this is too
+
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
