@@ -8,12 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from ds4flow import origin
 from ds4flow.errors import Ds4FlowError
 
 GIB = 1 << 30
 MIB = 1 << 20
+
+
+class _Layout(NamedTuple):
+    """Where a version of control groups keeps its numbers; `cold` are file pages that can go."""
+
+    base: str
+    limit: str
+    usage: str
+    cold: str
+
+
+_GROUPS_V1 = _Layout(
+    "sys/fs/cgroup/memory",
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    "total_inactive_file",
+)
+_GROUPS_V2 = _Layout("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
 
 
 def available_bytes(root: str | Path = "/") -> int | None:
@@ -37,20 +56,18 @@ def _group_limits(root: Path) -> Iterator[int]:
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, names, path = line.split(":", 2)
         if number == "0":
-            base, limit, usage, cold = "sys/fs/cgroup", "memory.max", "memory.current", "inactive"
+            layout = _GROUPS_V2
         elif "memory" in names.split(","):
-            base, limit, usage = "sys/fs/cgroup/memory", "memory.limit_in_bytes", ""
-            usage, cold = "memory.usage_in_bytes", "total_inactive"
+            layout = _GROUPS_V1
         else:
             continue
         # in a container the groups above may be hidden, and the path may start above the mount
         place = Path(path.lstrip("/"))
         for group in (place, *place.parents):
-            folder = root / base / group
-            most, used = _number(folder / limit), _number(folder / usage)
+            folder = root / layout.base / group
+            most, used = _number(folder / layout.limit), _number(folder / layout.usage)
             if most is not None and used is not None:
-                unused = _fields(folder / "memory.stat").get(f"{cold}_file", 0)
-                yield max(0, most - used + unused)
+                yield max(0, most - used + _fields(folder / "memory.stat").get(layout.cold, 0))
 
 
 def _text(path: Path) -> str:

@@ -232,6 +232,33 @@ def test_the_bytes_of_a_token_are_those_of_the_account(model):
     assert sizes[1] - sizes[0] == 4 * config.cache_growth * (1 << 14)
 
 
+@pytest.mark.parametrize("gap", [0, 1])
+def test_stale_rows_of_the_block_go_with_the_step_or_before_it(model, gap):
+    """With the step when they end at it; the bits are those of writing them first."""
+    tokens = np.random.default_rng(5).integers(0, 320, 40).tolist()
+    found = []
+    for together in (True, False):
+        cache = KVCache(model.config, context=60, draft_max=4)
+        streams = prefill(model, cache, tokens, 64)
+        model.mtp.follow(tokens, 0, None, streams, cache)
+        first = 36 - gap
+        stale = (first, tokens[first : 40 - gap], streams[first - 1 : 39 - gap])
+        if not together:
+            model.mtp.warm(stale[2], stale[1], stale[0], cache)
+        given = stale if together else None
+        logits, out = model.mtp.step(streams[-1], 7, 40, cache, given)
+        found.append((logits, out, cache.mtp.window))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_what_the_block_remembers_of_a_token_has_the_bits_of_looking_again(model):
+    block = model.mtp
+    for tokens in ([5], [7, 5, 7], [5, 8], list(range(300)), [299, 5]):
+        with torch.inference_mode():
+            assert torch.equal(block._embedded(tokens), block._project(tokens))
+
+
 def test_a_pass_beyond_the_context_or_the_rings_is_refused(model: Model):
     cache = KVCache(model.config, context=10, draft_max=2, chunk=4)
     with pytest.raises(Ds4FlowError, match="a pass of 5 rows"):
