@@ -277,14 +277,9 @@ def test_other_weights_are_refused_with_both_digests(demo_runs: Path) -> None:
     assert f"SHA-256 {now}, but demo/0001 ran with the SHA-256 0" in said
     assert "--other-weights" in said
     assert not Path("runs/demo/0002").exists()
-    said = ds4flow("replay", "demo/1", "--other-weights").stderr
+    said = ds4flow("replay", "demo/1", "--other-weights", "mtp.draft=3").stderr
     assert now in said
-    assert "the same 16 output tokens" in said
     assert "note: not the same as demo/0001 had: MTP weights" in said
-
-
-def test_a_replay_of_the_demo_model_has_the_same_bits_at_any_depth(demo_runs: Path) -> None:
-    shutil.copytree(demo_runs, "runs", symlinks=True)
-    said = ds4flow("replay", "demo/1", "mtp.draft=3").stderr
+    # They are the same in truth, so any depth gives the same bits.
     assert "demo/0001: the same 16 output tokens" in said
     assert "logits: the same bits at 16 positions" in said
