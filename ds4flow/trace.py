@@ -15,12 +15,12 @@ import torch
 
 from ds4flow.depth import Prior
 from ds4flow.pipeline import Fresh, State
-from ds4flow.speculate import argmax, verify
+from ds4flow.speculate import argmax, top_gap, verify
 
 ROUNDS = 5, 25
 """Least and most rounds of timed passes; each times every width once, so slow moments hit all."""
 
-ENOUGH_SECONDS = 1.0
+ENOUGH_SECONDS = 2.0
 """After which there are no more rounds than the least."""
 
 
@@ -36,7 +36,8 @@ class Tracer:
     """Makes one record a cycle; of a probe also how later rows judge its unused drafts."""
 
     waiting: list[Waiting] = field(default_factory=list)
-    micros: int = 0  # spent on tracing, in all
+    micros: int = 0  # spent on tracing and writing it, in all
+    last: int = 0  # of these, in the last cycle
     ids: set[int] = field(default_factory=set)  # of runners-up, for their text
 
     def record(self, state: State, position: int) -> dict[str, Any]:
@@ -47,9 +48,9 @@ class Tracer:
         in the pass; behind a wrong draft that is the target's view of a text that was not kept.
         `draft_runners[j]` is the drafter's second token. `late` holds `[depth, ratio]` of a probe's
         drafts for position + 1, made in the cycle at position + 1 - depth, as long as all drafts
-        before them were right.
+        before them were right. `before` are the microseconds of all earlier cycles, and of tracing
+        in the last of them.
         """
-        start = time.perf_counter_ns()
         choices = argmax(state.logits).tolist()
         runners = _runners_up(state.logits, choices)
         draft_runners: list[int] = []
@@ -66,10 +67,15 @@ class Tracer:
             ],
             "draft_runners": draft_runners,
             "late": [] if in_pass else self._late(state, position + 1, choices[0]),
+            "before": {"loop": state.loop_micros, "tracing": self.last},
         }
         self.ids.update(choices, runners, draft_runners)
-        self.micros += (time.perf_counter_ns() - start) // 1000
         return found
+
+    def spent(self, micros: int) -> None:
+        """Note what tracing and writing a cycle took."""
+        self.last = micros
+        self.micros += micros
 
     def _late(self, state: State, position: int, choice: int) -> list[tuple[int, float]]:
         """Judge every unused draft for `position`; where one is wrong, those behind it are moot."""
@@ -99,12 +105,15 @@ def _runners_up(logits: torch.Tensor, best: Sequence[int]) -> list[int]:
 
 
 def measure_costs(state: State) -> dict[str, Any] | None:
-    """Time verify passes of each width and draft steps with stale rows, where the run ended.
+    """Time passes and draft steps where the run ended, each after what comes before it in a cycle.
 
-    Returns microseconds: `verify_micros_by_width` (from width 1, the verdict included) and
-    `step_micros_by_stale_rows` (from 0 rows to refresh; empty without an MTP block); and `prior`,
-    from which mtp.draft=auto starts. The passes write rows behind the cursor only, which nothing
-    sees. None when the context has no room.
+    That matters, as a pass leaves its weights in the processor's caches, and not the drafter's.
+    Returns microseconds: `plain_micros` of a pass of one row after a pass,
+    `verify_micros_by_width` of passes after a draft step (from width 1, the verdict included),
+    `step_micros_by_stale_rows` of a draft step after a pass (from 0 rows to refresh; empty without
+    an MTP block) and `next_step_micros` of one after a step; and `prior`, from which mtp.draft=auto
+    starts. What is timed writes rows behind the cursor only, which nothing sees. None when the
+    context has no room.
     """
     cache, model = state.cache, state.model
     widest = min(cache.draft_max + 1, cache.context - cache.length)
@@ -112,11 +121,17 @@ def measure_costs(state: State) -> dict[str, Any] | None:
         return None
     if model.mtp is not None and state.fresh is not None:  # as the next draft would begin
         model.mtp.warm(state.fresh.streams, state.fresh.tokens, state.fresh.first, cache)
-    passes = [_pass(state, width) for width in range(1, widest + 1)]
-    steps = [] if model.mtp is None else [_step(state, rows) for rows in range(widest)]
+    drafts = model.mtp is not None
+    one_pass, one_step = _pass(state, 1), _step(state, 0) if drafts else _pass(state, 1)
+    timed = [(one_pass, one_pass), (one_step, one_step)]
+    timed += [(one_step, _pass(state, width)) for width in range(1, widest + 1)]
+    timed += [(one_pass, _step(state, rows)) for rows in range(widest) if drafts]
+    plain, next_step, *others = _times(timed)
     return {
-        "verify_micros_by_width": _times(passes),
-        "step_micros_by_stale_rows": _times(steps),
+        "plain_micros": plain,
+        "verify_micros_by_width": others[:widest],
+        "step_micros_by_stale_rows": others[widest:],
+        "next_step_micros": next_step if drafts else None,
         "prior": asdict(Prior.of(model)),
     }
 
@@ -133,28 +148,34 @@ def _pass(state: State, width: int) -> Callable[[], object]:
 
 
 def _step(state: State, rows: int) -> Callable[[], object]:
-    """A draft step behind `rows` rows that are to be refreshed before it."""
+    """A draft step, its token chosen, behind `rows` rows that are to be refreshed before it."""
     block, first = state.model.mtp, state.cache.length
     assert block is not None
     stale = None
     if rows:
         streams = state.hidden[None].expand(rows, *state.hidden.shape).contiguous()
         stale = Fresh(first, (state.next_token,) * rows, streams)
-    return lambda: block.step(state.hidden, state.next_token, first + rows, state.cache, stale)
+
+    def run() -> object:
+        logits, _ = block.step(state.hidden, state.next_token, first + rows, state.cache, stale)
+        return argmax(logits), top_gap(logits)
+
+    return run
 
 
-def _times(actions: Sequence[Callable[[], object]]) -> list[float]:
-    """Microseconds of each action, the least of all rounds: what else the machine did is no cost
-    of a width.
+def _times(pairs: Sequence[tuple[Callable[[], object], Callable[[], object]]]) -> list[float]:
+    """Microseconds of each pair's second action, right after its first; the least of all rounds:
+    what else the machine did is no cost of a width.
     """
-    taken: list[list[int]] = [[] for _ in actions]
-    for action in actions:  # caches and kernels warm up untimed
+    taken: list[list[int]] = [[] for _ in pairs]
+    for _, action in pairs:  # caches and kernels warm up untimed
         action()
     began = time.perf_counter()
     for number in range(ROUNDS[1]):
         if number >= ROUNDS[0] and time.perf_counter() - began > ENOUGH_SECONDS:
             break
-        for times, action in zip(taken, actions, strict=True):
+        for times, (before, action) in zip(taken, pairs, strict=True):
+            before()
             start = time.perf_counter_ns()
             action()
             times.append(time.perf_counter_ns() - start)

@@ -9,6 +9,7 @@ import contextlib
 import io
 import os
 import sys
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,10 +56,12 @@ class Log(Stage):
         self._show(state)
         record = self._record(state)
         self.drafted.update(record["drafts"])
+        began = time.perf_counter_ns()
         if self.trace == "full":
             record["trace"] = self.tracer.record(state, record["position"])
         if self.trace != "off":
             state.run.append_json("cycles.jsonl", record)
+        self.tracer.spent((time.perf_counter_ns() - began) // 1000)
         self.counts.add(
             drafted=record["drafted"],
             committed=len(state.committed),

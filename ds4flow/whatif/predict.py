@@ -192,7 +192,7 @@ def _walk(
     while index < len(traced.output):
         start = traced.by_index.get(index)
         if start is None and setting.depth == 0:
-            start = Start(index, (), (), (), "off", 1, 0, 0, 0)
+            start = Start(index, (), (), (), "off", 1, 0, 0, 0, None)
         if start is None:
             return None
         cycle = would_be(traced, start, setting, averages)

@@ -34,6 +34,7 @@ class Start:
     draft_micros: int
     verify_micros: int
     commit_micros: int
+    host_micros: int | None  # outside its phases and its tracing; unknown of the last cycle
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,10 @@ class Traced:
         cycles = list(run.cycles())
         start = cycles[0]["position"] if cycles else 0
         late = _late_ratios(cycles)
-        starts = tuple(_start(cycle, start, late.get(cycle["position"], {})) for cycle in cycles)
+        starts = tuple(
+            _start(cycle, after, start, late.get(cycle["position"], {}))
+            for cycle, after in zip(cycles, [*cycles[1:], {}], strict=False)
+        )
         if not any(one.drafts for one in starts):
             raise Ds4FlowError("the run drafted nothing", f"trace one with {RECOMMENDED}")
         config = run.config
@@ -116,7 +120,9 @@ def _late_ratios(cycles: list[dict[str, Any]]) -> dict[int, dict[int, float]]:
     return found
 
 
-def _start(cycle: dict[str, Any], first: int, late: dict[int, float]) -> Start:
+def _start(
+    cycle: dict[str, Any], after: dict[str, Any], first: int, late: dict[int, float]
+) -> Start:
     drafts = tuple(cycle["drafts"])
     known = cycle.get("trace", {}).get("draft_ratios") or cycle["ratios"]
     by_depth = dict(enumerate(known, 1)) | late
@@ -131,4 +137,14 @@ def _start(cycle: dict[str, Any], first: int, late: dict[int, float]) -> Start:
         micros.get("draft", 0),
         micros.get("verify", 0),
         micros.get("commit", 0),
+        _host_micros(cycle, after),
     )
+
+
+def _host_micros(cycle: dict[str, Any], after: dict[str, Any]) -> int | None:
+    """What a cycle took outside its phases; the next one says when it ended."""
+    began, ended = (one.get("trace", {}).get("before") for one in (cycle, after))
+    if not began or not ended:
+        return None
+    phases = sum(cycle["micros"].get(name, 0) for name in ("draft", "verify", "commit"))
+    return max(0, int(ended["loop"] - began["loop"] - phases - ended["tracing"]))

@@ -235,7 +235,7 @@ def test_the_auto_policy_is_played_as_a_real_run_plays_it(
 
     target, count = chaotic(6), 110
     traced = traced_fake(tmp_path / "trace", target, wrong, depth=8, max_tokens=count)
-    costs = CostModel((100.0, 112.0, 125.0), (0.0,), step, commit=3.0, host=7.0)
+    costs = CostModel(100.0, (100.0, 112.0, 125.0), (step,), step, commit=3.0, host=7.0)
     model = varying(target, wrong)
     costs = replace(costs, prior=Prior.of(model))  # type: ignore[arg-type]
     found = predict(traced, Setting("auto"), costs)
@@ -289,7 +289,7 @@ def test_runs_that_cannot_tell_are_refused(
 
 def test_the_time_of_a_run_is_the_sum_of_its_cycles(tmp_path: Path) -> None:
     traced = traced_fake(tmp_path / "a", chaotic(4), lambda position: position % 3 == 0)
-    costs = CostModel((100.0, 130.0, 150.0), (0.0, 5.0), step=20.0, commit=3.0, host=7.0)
+    costs = CostModel(100.0, (100.0, 130.0, 150.0), (20.0, 25.0), 20.0, commit=3.0, host=7.0)
     assert costs.verify(5) == 190.0  # as steep as the last ones
     assert costs.drafting(2, 3) == 2 * 20.0 + 15.0
     assert costs.drafting(0, 3) == 0.0
@@ -322,7 +322,7 @@ def test_costs_come_from_the_run(probed: Traced, used: Traced) -> None:
         costs = CostModel.of(traced)
         assert costs is not None
         assert len(costs.passes) == 9
-        assert min(*costs.passes, costs.step, costs.commit) > 0
+        assert min(*costs.passes, *costs.first, costs.next, costs.plain, costs.commit) > 0
         own = Setting(0) if traced is probed else Setting(8)
         found = predict(traced, own, costs)
         assert found is not None
