@@ -25,10 +25,11 @@ from ds4flow.explain import explained
 from ds4flow.overrides import Flag, assemble, key_of, quoted
 from ds4flow.recorded import Terminated, terminable
 from ds4flow.rundir import RunDir
+from ds4flow.runs.record import resolve_run
 from ds4flow.runs.sweep import Sweep
 from ds4flow.sweeps import inputs, snapshot
 from ds4flow.sweeps.differences import differences
-from ds4flow.sweeps.launching import Record, recorded_launches
+from ds4flow.sweeps.launching import Record, grid, is_grid, recorded_launches
 from ds4flow.sweeps.table import print_table
 
 _LOCK = ".lock"
@@ -82,11 +83,12 @@ def start(given: Given, words: Sequence[str], configs: Sequence[DictConfig]) -> 
     """
     first = configs[0]
     _refuse(words, first)
+    full = sweep_words(words, first)
     with explained():
+        jobs = grid(full) if is_grid(first) else []
         template = str(OmegaConf.select(first, _DIRECTORY))
     path = rundir.allocate(template).resolve()
     kept = [word for word in words if key_of(word) not in _OWN]
-    full = sweep_words(words, first)
     tree, patch = origin.source_tree()
     file = RunDir(path, {})
     if patch:
@@ -111,16 +113,17 @@ def start(given: Given, words: Sequence[str], configs: Sequence[DictConfig]) -> 
             "git": tree,
         },
     )
-    record.save()
+    record.plan(dict(enumerate(jobs)))
     return _run(record)
 
 
 def resume(folder: str | Path, given: Given) -> int:
     """Run what is missing or failed in a sweep's directory; return the exit code.
 
-    Raises UsageError, naming the keys, when the config or a file that it reads is not what it was.
+    `folder` is a path, or a sweep's name as NAME/NNNN. Raises UsageError, naming the keys, when the
+    config or a file that it reads is not what it was.
     """
-    sweep = Sweep.open(folder)
+    sweep = Sweep.open(resolve_run(folder, sweeps=True))
     record = Record(sweep.path.resolve(), sweep.facts)
     saved = Given.read(sweep.facts["given"])
     how = [word for word in given.words if _says_how(word)]
@@ -152,10 +155,15 @@ def _change_how(
     record: Record, words: Sequence[str], how: Sequence[str], config_dir: str | None
 ) -> None:
     """Put another launcher, or another length of a search, into the record of a sweep."""
+    chosen = tuple(map(key_of, how))
+    if "hydra/launcher" in chosen:
+        chosen += ("hydra.launcher.",)  # settings of the launcher before
+    kept, words = (
+        [word for word in old if not key_of(word).startswith(chosen)]
+        for old in (record.facts["overrides"], words)
+    )
     _, configs = validate_all([*words, *how], config_dir=config_dir, multirun=True)
     _refuse([], configs[0])
-    chosen = {key_of(word) for word in how}
-    kept = [word for word in record.facts["overrides"] if key_of(word) not in chosen]
     record.facts["overrides"] = [*kept, *how]
     record.facts["launcher"] = _choice(configs[0], "launcher")
 
@@ -177,8 +185,8 @@ def _run(record: Record) -> int:
         words = [f"{_DIRECTORY}={quoted(str(record.path))}", *record.facts["overrides"]]
         try:
             with recorded_launches(record), terminable():
-                flags, *paths = _split(snapshot.arguments(record.path, record.facts["yaml"]))
-                hand_over(["--multirun", *flags, *words, *paths])
+                frozen = snapshot.arguments(record.path, record.facts["yaml"])
+                hand_over(["--multirun", *frozen, *words])
         except KeyboardInterrupt as error:
             code, status = (143 if isinstance(error, Terminated) else 130), "interrupted"
         except SystemExit as error:
@@ -191,10 +199,6 @@ def _run(record: Record) -> int:
             code = 1
         print_table(Sweep.open(record.path))
     return code
-
-
-def _split(arguments: list[str]) -> tuple[list[str], str] | tuple[list[str]]:
-    return (arguments[:2], arguments[2]) if len(arguments) > 2 else (arguments[:2],)
 
 
 def _refuse(words: Sequence[str], first: DictConfig) -> None:

@@ -12,19 +12,37 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import CompactHydraException
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from ds4flow.errors import Ds4FlowError
+from ds4flow.overrides import key_of
 from ds4flow.rundir import RunDir
 from ds4flow.runs.record import SWEEP, Run
 from ds4flow.runs.sweep import Job, Sweep, attempt_of, directory_name
 from ds4flow.sweeps import rows
 
-_GRID = "BasicSweeper"
+
+def is_grid(composed: DictConfig) -> bool:
+    """Whether the sweeper tries all combinations, so that its jobs are known before it starts."""
+    return str(composed.hydra.sweeper._target_).endswith(f".{BasicSweeper.__name__}")
+
+
+def grid(words: Sequence[str]) -> list[list[str]]:
+    """The overrides of each job of a sweep over all combinations, in order.
+
+    Raises HydraException for a word that only a search can sweep, as an interval.
+    """
+    parsed = OverridesParser.create().parse_overrides(
+        [word for word in words if not key_of(word).startswith("hydra")]
+    )
+    return [rows.shown(job) for job in BasicSweeper.split_arguments(parsed, None)[0]]
 
 
 class Record:
@@ -171,8 +189,7 @@ def recorded_launches(record: Record) -> Iterator[None]:
         inner = original(
             self, hydra_context=hydra_context, task_function=task_function, config=config
         )
-        grid = str(config.hydra.sweeper._target_).endswith(f".{_GRID}")
-        return RecordedLauncher(inner, record, grid=grid)
+        return RecordedLauncher(inner, record, grid=is_grid(config))
 
     Plugins.instantiate_launcher = instantiate  # type: ignore[method-assign]
     try:
@@ -191,11 +208,11 @@ def _still_runs(directory: Path) -> bool:
 
 def _check_same(job: Job, overrides: list[str]) -> None:
     if list(job.overrides) != overrides:
-        raise Ds4FlowError(
-            f"job {job.number} would now be {' '.join(overrides)}, but it was "
-            f"{' '.join(job.overrides)}",
-            "a search is resumed by repeating it: give its sampler a seed "
-            "(hydra.sweeper.sampler.seed), and start a new sweep",
+        raise CompactHydraException(
+            f"error: job {job.number} would now be {' '.join(overrides)}, but it was "
+            f"{' '.join(job.overrides)}\n"
+            "  a search is resumed by repeating it, for which its sampler needs a seed; start a new "
+            "sweep"
         )
 
 

@@ -55,7 +55,7 @@ def _notes(sweep: Sweep) -> list[str]:
     lines.append(f"{done} of {len(sweep.jobs)} jobs done in {path}")
     if sweep.facts.get("launcher") != "basic":
         lines.append("jobs may have run side by side: compare their speeds with care")
-    if done < len(sweep.jobs):
+    if done < len(sweep.jobs) or sweep.facts.get("status") != "complete":
         lines.append(f"run the rest with: ds4flow run --resume {path}")
     return lines
 

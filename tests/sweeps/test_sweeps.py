@@ -125,7 +125,7 @@ def test_resume_runs_what_failed_in_new_directories(
 def test_resuming_a_complete_sweep_runs_nothing(here: Path) -> None:
     rows = SWEEP / "jobs.jsonl"
     rows.write_text(rows.read_text().replace("failed", "done"))
-    result = run("-m", "--resume", str(SWEEP))
+    result = run("-m", "--resume", "demo/0001")
     assert result.exit_code == 0
     assert "every job of this sweep is done" in result.stderr
     assert statuses() == ["done", "done"]
@@ -168,6 +168,8 @@ def test_resume_refuses_exchanged_files(here: Path) -> None:
 
 
 def test_resuming_what_is_no_sweep(tmp_path: Path) -> None:
+    assert run("--resume", str(tmp_path)).exit_code == 2
+    (tmp_path / "run.json").write_text("{}")
     result = run("--resume", str(tmp_path))
     assert result.exit_code == 1
     assert "holds no sweep" in result.stderr
@@ -175,7 +177,8 @@ def test_resuming_what_is_no_sweep(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_sweep_says_what_is_missing() -> None:
-    process = started(*FAKE, "-m", "mtp.draft=0,1,2", "fakeload.seconds=2")
+    process = started(*FAKE, "-m", "mtp.draft=0,1,2", "fakeload.seconds=2",
+                      "hydra.sweeper.max_batch_size=1")  # fmt: skip
     wait_for((SWEEP / "0" / "cycles.jsonl").exists)
     second = run("--resume", str(SWEEP))
     assert second.exit_code == 2
@@ -281,7 +284,9 @@ def test_report_63_editing_config_during_a_sweep_changes_no_job(tmp_path: Path) 
     assert last["mtp.margin"] == 0.5
 
 
-@pytest.mark.parametrize("word", ["hydra.sweep.subdir=x", "hydra/launcher=joblob"])
+@pytest.mark.parametrize(
+    "word", ["hydra.sweep.subdir=x", "hydra/launcher=joblob", "mtp.gate=interval(0,1)"]
+)
 def test_what_cannot_be_a_sweep_is_refused_before_it_starts(word: str) -> None:
     result = sweep("mtp.draft=0,2", word)
     assert result.exit_code == 2
