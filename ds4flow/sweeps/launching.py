@@ -211,7 +211,7 @@ def _check_same(job: Job, overrides: list[str]) -> None:
         raise CompactHydraException(
             f"error: job {job.number} would now be {' '.join(overrides)}, but it was "
             f"{' '.join(job.overrides)}\n"
-            "  a search is resumed by repeating it, for which its sampler needs a seed; start a new "
+            "  a search is resumed by repeating it, so its sampler needs a seed; start a new "
             "sweep"
         )
 
