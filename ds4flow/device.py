@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import shutil
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -174,17 +173,6 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
     return None
-
-
-def available_memory() -> int | None:
-    """Memory of the machine that new data can take, in bytes; None where the system does not
-    tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        found = next(line for line in lines if line.startswith("MemAvailable:"))
-        return int(found.split()[1]) * 1024
-    except (OSError, StopIteration, ValueError):
-        return None
 
 
 def check_fits(needed: int, free: int | None, what: str, fix: str = "") -> None:

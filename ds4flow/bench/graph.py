@@ -15,9 +15,10 @@ from ds4flow.bench.results import GraphResult
 from ds4flow.bench.samples import Samples, interleave
 from ds4flow.bench.settings import Say, Settings, quiet
 from ds4flow.cache import KVCache
-from ds4flow.device import DeviceChoice, available_memory, check_fits, free_bytes
+from ds4flow.device import DeviceChoice, check_fits, free_bytes
 from ds4flow.gguf import TensorInfo
 from ds4flow.graph import DecodeGraph
+from ds4flow.memory import available_bytes
 from ds4flow.model.profile import find_profile
 from ds4flow.model.trunk import BACKENDS, Model
 from ds4flow.synth.presets import Recipe
@@ -39,7 +40,7 @@ def rehearsal_model(recipe: Recipe, choice: DeviceChoice, profile: str, *, seed:
     device = torch.device(choice.name)
     infos = [*planned(recipe), *(plan.info for plan in mtp_plan(recipe))]
     needed = sum(info.nbytes for info in infos) + max(info.nbytes for info in infos)
-    free = available_memory() if device.type == "cpu" else free_bytes(device)
+    free = available_bytes() if device.type == "cpu" else free_bytes(device)
     fix = "use a larger device, or a smaller model: --synth layers=4 --synth experts=16"
     check_fits(needed, free, f"the weights of {recipe.name}", fix)
     kernels = BACKENDS[choice.kernels](recipe.config, find_profile(profile), device=device)

@@ -33,7 +33,7 @@ QUICK = Settings(repeats=2, warmup=0, tokens=2)
 def test_full_size_is_refused_with_the_sizes_before_anything_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(graph, "available_memory", lambda: 24 << 30)
+    monkeypatch.setattr(graph, "available_bytes", lambda: 24 << 30)
     monkeypatch.setattr(graph, "Synthesis", None)  # would fail if it were called
     with pytest.raises(Ds4FlowError, match=r"synth-flash need 85\.4 GiB") as caught:
         rehearsal_model(SYNTH_FLASH, CPU, "official")
