@@ -101,10 +101,11 @@ class Record:
 class RecordedLauncher(Launcher):
     """A launcher that keeps a sweep's record around another launcher."""
 
-    def __init__(self, inner: Launcher, record: Record, *, grid: bool) -> None:
+    def __init__(self, inner: Launcher, record: Record, *, grid: bool, last: int | None) -> None:
         self.inner = inner
         self.record = record
         self.grid = grid
+        self.last = last  # jobs of a search; None where the sweeper does not say
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -125,7 +126,14 @@ class RecordedLauncher(Launcher):
                 _check_same(job, rows.shown(words))
                 results[number] = _returned(job.value)
         results |= self._launch({n: words for n, words in wanted.items() if n not in results})
+        self._refuse_empty_search(initial_job_idx + len(wanted))
         return [results[number] for number in wanted]
+
+    def _refuse_empty_search(self, jobs: int) -> None:
+        """End a search without a single result here; a sweeper has no words for it."""
+        done = any(job.status == "done" for job in self.record.jobs().values())
+        if not self.grid and jobs == self.last and not done:
+            raise CompactHydraException("error: no job of the search was done")
 
     def _launch(self, wanted: dict[int, list[str]]) -> dict[int, JobReturn]:
         if not wanted:
@@ -189,7 +197,8 @@ def recorded_launches(record: Record) -> Iterator[None]:
         inner = original(
             self, hydra_context=hydra_context, task_function=task_function, config=config
         )
-        return RecordedLauncher(inner, record, grid=is_grid(config))
+        last = config.hydra.sweeper.get("n_trials")
+        return RecordedLauncher(inner, record, grid=is_grid(config), last=last)
 
     Plugins.instantiate_launcher = instantiate  # type: ignore[method-assign]
     try:

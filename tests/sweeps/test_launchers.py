@@ -155,6 +155,8 @@ def test_a_failed_trial_is_kept_and_the_search_goes_on() -> None:
     assert result.exit_code == 1
     assert statuses() == ["failed", "failed"]
     assert "job 1 failed: ZeroDivisionError" in result.stderr
+    assert "error: no job of the search was done" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(
