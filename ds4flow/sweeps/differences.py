@@ -11,6 +11,7 @@ from ds4flow.config import compose, points, sweep_words, swept
 from ds4flow.overrides import PROVENANCE, key_of, quoted
 from ds4flow.provenance import leaves
 from ds4flow.runs.sweep import Sweep
+from ds4flow.schema import KEYS
 from ds4flow.sweeps import inputs, snapshot
 
 _MAY_CHANGE = ("n_trials", "max_failure_rate", "params")
@@ -57,9 +58,10 @@ def _text(value: Any) -> str:
 
 
 def _flat(config: DictConfig) -> dict[str, Any]:
-    """Every key of a job's config with its value, without sources and Hydra's own part."""
+    """Every key of a job's config that can be set, without sources and Hydra's own part."""
     names = [str(key) for key in config if key not in (PROVENANCE, "hydra")]
-    return dict(leaves(OmegaConf.masked_copy(config, names)))
+    found = leaves(OmegaConf.masked_copy(config, names))
+    return {key: value for key, value in found if not (key in KEYS and KEYS[key].limits.link)}
 
 
 def _sweeper(config: DictConfig) -> dict[str, Any]:

@@ -146,6 +146,7 @@ def test_resume_refuses_another_config(here: Path, monkeypatch: pytest.MonkeyPat
         "hydra.sweeper.max_batch_size is 1, was None",
     ):
         assert said in result.stderr
+    assert "draft.gate" not in result.stderr  # it follows mtp.gate
     assert len(result.stderr.splitlines()) == 2
     assert len(Sweep.open(SWEEP).rows) == 2
 
