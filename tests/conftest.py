@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tarfile
 from pathlib import Path
 
@@ -9,6 +10,11 @@ import pytest
 
 GOLDEN_NAMES = ("tiny-f32", "tiny-iq2", "tiny-q4k")
 GOLDEN_ARCHIVES = Path(__file__).parent / "data" / "golden"
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A suite that a shell started in the background ignores Ctrl-C, and so would the runs that
+    # tests start and stop.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
