@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ds4flow.rundir import RunDir
     from ds4flow.sampling import Sampling
     from ds4flow.speculate import Draft, Verdict
+    from ds4flow.stale import Fresh
     from ds4flow.tokenizer import Tokenizer
 
 
@@ -33,17 +34,6 @@ class Files(NamedTuple):
 
     main: GgufFile
     mtp: GgufFile | None
-
-
-class Fresh(NamedTuple):
-    """Rows that the target has committed since the drafter last looked.
-
-    `streams [M, N, D]` are the target's of positions `first-1 ..`; `tokens` lie at `first ..`.
-    """
-
-    first: int
-    tokens: tuple[int, ...]
-    streams: torch.Tensor
 
 
 UNSET: Any = None

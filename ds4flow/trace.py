@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ds4flow.depth import Prior
-from ds4flow.pipeline import Fresh, State
+from ds4flow.pipeline import State
 from ds4flow.speculate import argmax, top_gap, verify
+from ds4flow.stale import Fresh
 
 ROUNDS = 5, 25
 """Least and most rounds of timed passes; each times every width once, so slow moments hit all."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import torch
 
 from ds4flow.errors import UsageError
-from ds4flow.pipeline import Fresh, Stage, State
+from ds4flow.pipeline import Stage, State
 from ds4flow.speculate import argmax
+from ds4flow.stale import Fresh
 from ds4flow.tokenizer import StopStrings, TextStream
 
 

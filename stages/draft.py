@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -15,12 +13,10 @@ import torch
 from ds4flow.depth import AUTO_DEPTH_MAX, DepthPolicy, Prior
 from ds4flow.errors import Ds4FlowError, UsageError
 from ds4flow.oracle import Oracle, check_rates
-from ds4flow.pipeline import Fresh, Stage, State
+from ds4flow.pipeline import Stage, State
 from ds4flow.sampling import draw_draft
 from ds4flow.speculate import Draft, argmax, top_two
-
-FEW_ROWS = 17
-"""Stale rows of a cycle that drafted as deep as it can: more are the backlog of a pause."""
+from ds4flow.stale import Fresh, StaleRows
 
 
 @dataclass
@@ -128,8 +124,7 @@ class MtpDrafter(Drafter):
     """
 
     written: int = field(default=0, init=False)  # rows that the last draft pass wrote
-    stale: deque[Fresh] = field(default_factory=deque, init=False)  # to rewrite before drafting
-    stale_rows: int = field(default=0, init=False)
+    stale: StaleRows | None = field(default=None, init=False)  # until there is a block
 
     kind = "mtp"
 
@@ -149,16 +144,11 @@ class MtpDrafter(Drafter):
         fresh = state.fresh
         if fresh is None:
             return
-        final = self.written if self.keep_accepted else min(self.written, 1)
-        if final < len(fresh.tokens):
-            rows = Fresh(fresh.first + final, fresh.tokens[final:], fresh.streams[final:])
-            self.stale.append(rows)
-            self.stale_rows += len(rows.tokens)
         state.fresh = None
-        assert state.model.mtp is not None
-        reach = state.model.mtp.reach
-        while self.stale and self.stale_rows - len(self.stale[0].tokens) >= reach:
-            self.stale_rows -= len(self.stale.popleft().tokens)  # no draft will see these
+        block = state.model.mtp
+        assert block is not None
+        self.stale = self.stale or StaleRows(block.reach)
+        self.stale.note(fresh, self.written if self.keep_accepted else min(self.written, 1))
 
     def _refresh(self, state: State) -> Fresh | None:
         """Rewrite the stale rows; the last few are returned, to go with the first step.
@@ -167,10 +157,9 @@ class MtpDrafter(Drafter):
         """
         block = state.model.mtp
         assert block is not None
-        parts = list(_joined(self.stale))
-        self.stale.clear()
-        self.stale_rows = 0
-        last = parts.pop() if parts and len(parts[-1].tokens) <= FEW_ROWS else None
+        if self.stale is None:
+            return None
+        parts, last = self.stale.take()
         start = time.perf_counter()
         for fresh in parts:
             block.warm(fresh.streams, fresh.tokens, fresh.first, state.cache)
@@ -230,25 +219,6 @@ class MtpDrafter(Drafter):
         token, source = draw_draft(logits, position, state.sampling)
         drawn.append(source)
         return token, gap
-
-
-def _joined(stale: Iterable[Fresh]) -> Iterator[Fresh]:
-    """Neighbouring rows as one, so that a long pause costs one call."""
-    rows: list[Fresh] = []
-    for fresh in stale:
-        if rows and rows[-1].first + len(rows[-1].tokens) != fresh.first:
-            yield _join(rows)
-            rows = []
-        rows.append(fresh)
-    if rows:
-        yield _join(rows)
-
-
-def _join(rows: list[Fresh]) -> Fresh:
-    if len(rows) == 1:
-        return rows[0]
-    tokens = tuple(token for row in rows for token in row.tokens)
-    return Fresh(rows[0].first, tokens, torch.cat([row.streams for row in rows]))
 
 
 @dataclass

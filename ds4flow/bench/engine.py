@@ -20,10 +20,10 @@ from ds4flow.depth import DepthPolicy
 from ds4flow.device import DeviceChoice
 from ds4flow.errors import UsageError
 from ds4flow.gguf import GgufFile, TensorInfo
-from ds4flow.model.mtp import Pairs
 from ds4flow.model.trunk import Model
 from ds4flow.model.weights import find_mtp_layout
 from ds4flow.speculate import Verdict, argmax, verify
+from ds4flow.stale import Fresh, StaleRows
 
 LogitsSink = Callable[[int, torch.Tensor], None]
 
@@ -215,20 +215,17 @@ def speculative(
     cache, token, hidden = start.rewind(), start.next_token, start.hidden
     run = Run()
     drafter.begin()
-    fresh: tuple[int, list[int], torch.Tensor] | None = None  # rows committed, not yet refreshed
+    waiting = StaleRows(block.reach)
     written = 0
     started = clock()
     while len(run.tokens) < count:
-        begun = clock()
-        stale: Pairs | None = None
-        if fresh is not None:
-            first, rows, streams = fresh
-            final = min(written, 1)  # the first row of a draft pass came from the target's streams
-            if final < len(rows):
-                stale = first + final, rows[final:], streams[final:]
         wanted = depth if isinstance(depth, int) else depth.choose(depth.depth_max).depth
-        if stale is not None and not wanted:
-            block.warm(stale[2], stale[1], stale[0], cache)
+        stale: Fresh | None = None
+        if wanted:
+            backlog, stale = waiting.take()
+            for part in backlog:
+                block.warm(part.streams, part.tokens, part.first, cache)
+        begun = clock()  # what a pause left behind is no cost of this depth
         drafts = drafter.propose(block, hidden, token, wanted, cache, stale)
         written = len(drafts)
         drafted_at = clock()
@@ -241,7 +238,8 @@ def speculative(
             for row in range(kept):
                 sink(cache.length + row, logits[row])
         before = hidden[None] if kept == 1 else torch.cat((hidden[None], streams[: kept - 1]))
-        fresh = (cache.length, rows[:kept], before)
+        # the first row of a draft pass came from the target's streams and is final
+        waiting.note(Fresh(cache.length, tuple(rows[:kept]), before), min(written, 1))
         cache.commit(kept)
         hidden, token = streams[kept - 1], verdict.next_token
         _count(run, rows[:kept], verdict, len(drafts))

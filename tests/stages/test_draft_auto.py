@@ -7,11 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from ds4flow.stages import draft
 
 from ds4flow.depth import AUTO_DEPTH_MAX
-from ds4flow.pipeline import Fresh
 from tests.fakes import BOS_ID, FakeModel, Result, chaotic, decode, fake, fake_with_mtp, greedy
 
 PROMPT = (BOS_ID, *range(40, 45))
@@ -103,19 +101,6 @@ def test_the_mtp_block_is_driven_by_the_same_choice(tmp_path: Path) -> None:
     result = decode(tmp_path / "run", model, depth="auto", drafter=draft.MtpDrafter, max_tokens=80)
     assert result.state.output == greedy(target, PROMPT, 80)
     assert all(c["drafted"] <= c["depth_choice"]["depth"] for c in result.cycles)
-
-
-def test_a_long_pause_keeps_only_rows_that_a_draft_can_see() -> None:
-    drafter = draft.MtpDrafter(
-        uses_mtp=True, depth="auto", gate=0.0, keep_accepted=False, max_tokens=9, ignore_eos=False
-    )
-    model = SimpleNamespace(mtp=SimpleNamespace(reach=8))
-    for first in range(0, 300, 3):
-        fresh = Fresh(first, (1, 2, 3), torch.zeros(3, 1, 1))
-        drafter._note_stale(SimpleNamespace(model=model, fresh=fresh))  # type: ignore[arg-type]
-    assert 8 <= drafter.stale_rows <= 10
-    assert drafter.stale_rows == sum(len(rows.tokens) for rows in drafter.stale)
-    assert drafter.stale[-1].first == 297
 
 
 def test_a_fixed_depth_records_no_choice(tmp_path: Path) -> None:
