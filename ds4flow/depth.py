@@ -36,6 +36,7 @@ PROBE_ON = 16  # the same while drafting
 PROBE_LAST = 256
 ROW = 0.02  # of a pass of one row: what each further row costs beside its bytes
 SETTLED = 4  # cycles between two looks at the choice once it rests on enough
+SETTLED_OFF = 16  # the same while nothing is drafted, and so little is learned
 
 
 def draft_max(draft: int | str) -> int:
@@ -273,7 +274,9 @@ class DepthPolicy:
             self.idle, self.probe_after = 0, PROBE_ON if best else PROBE_OFF
         self.best = best
         self.expected = rates[best]
-        if not best or self.accept[best - 1].seen >= ACCEPT_MEMORY:
+        if not best:
+            self.settled = SETTLED_OFF
+        elif self.accept[best - 1].seen >= ACCEPT_MEMORY:
             self.settled = SETTLED
         return self._next(limit)
 

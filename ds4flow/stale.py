@@ -41,10 +41,10 @@ class StaleRows:
     def note(self, fresh: Fresh, final: int) -> None:
         """Take committed rows; the first `final` of them are right in the block's cache already."""
         if final < len(fresh.tokens):
-            self.waiting.append(
-                Fresh(fresh.first + final, fresh.tokens[final:], fresh.streams[final:])
-            )
-            self.count += len(fresh.tokens) - final
+            if final:
+                fresh = Fresh(fresh.first + final, fresh.tokens[final:], fresh.streams[final:])
+            self.waiting.append(fresh)
+            self.count += len(fresh.tokens)
         while self.waiting and self.count - len(self.waiting[0].tokens) >= self.reach:
             self.count -= len(self.waiting.popleft().tokens)
 
