@@ -153,10 +153,9 @@ class Log(Stage):
         )
         pieces = _pieces(state.tokenizer, {*prompt, *output, *self.drafted, *self.tracer.ids})
         state.run.write_json("pieces.json", pieces)
-        warnings = self.counts.warnings()
-        if self.table and self.counts.drafted:
-            warnings += repetition(summary["repeated_tokens"], summary["output_tokens"])
-        for warning in warnings:
+        # Without a table whoever shows the numbers tells these, for all prompts of a set at once;
+        # a dead drafter is told in any case.
+        for warning in summary["warnings"] if self.table or self.counts.dead else ():
             _say(f"note: {warning}")
         if summary["diagnosis"]:
             _say(f"note: {explain(summary['diagnosis'])}")
@@ -181,6 +180,7 @@ class Log(Stage):
             "mtp_off": state.mtp_off or None,
             **self.counts.summary(),
             "repeated_tokens": repeated(state.tokens, state.prompt_length),
+            "warnings": self._warnings(state),
             "diagnosis": self.diagnosis.summary(state.tokens) if self.counts.dead else None,
             "probe": self.probe.summary() if self.probe.drafted else None,
             "decode_seconds": seconds,
@@ -193,6 +193,14 @@ class Log(Stage):
             "peak_memory_bytes": _peak_memory(),
             "definitions": DEFINITIONS,
         }
+
+    def _warnings(self, state: State) -> list[str]:
+        """What a reader of the numbers must know before believing them."""
+        found = self.counts.warnings()
+        if self.counts.drafted:
+            output = state.output
+            found += repetition(repeated(state.tokens, state.prompt_length), len(output))
+        return found
 
     def _trace(self, state: State) -> dict[str, Any] | None:
         """What tracing itself took, and what passes cost by width; only of a run that was traced.

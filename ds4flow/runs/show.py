@@ -61,8 +61,9 @@ def show_run(run: Run, root: Path, *, as_json: bool) -> None:
     if by_category:
         out.print()
         print_table(COLUMNS, by_category)
-        for warning in run.summary.get("warnings", ()):
-            out.print(f"note: {warning}", soft_wrap=True)
+    for warning in run.summary.get("warnings", ()):
+        out.print(f"note: {warning}", soft_wrap=True)
+    if by_category:
         out.print("\neach prompt lies in a directory of its own: ds4flow runs ls --prompts")
         return
     for title, text in (("prompt", run.prompt), ("text", run.text)):

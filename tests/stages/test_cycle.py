@@ -258,9 +258,18 @@ def test_a_gate_changes_counts_and_never_the_text(
         original(s, t, p, c, stale)[0] * (1.0 if p % 10 == 0 else 0.1),
         original(s, t, p, c)[1],
     )
-    result = decode(tmp_path / "run", model, depth=1, drafter=MtpDrafter, gate=2.0, max_tokens=60)
+    result = decode(
+        tmp_path / "run",
+        model,
+        depth=1,
+        drafter=MtpDrafter,
+        gate=2.0,
+        max_tokens=60,
+        log={"table": True},
+    )
     assert result.state.output == greedy(target, PROMPT, 60)
     summary = result.summary
+    assert any("cycles had a draft" in warning for warning in summary["warnings"])
     assert summary["skipped"]["gate"] > 0.8 * summary["cycles"]
     assert summary["cycles"] == summary["cycles_with_draft"] + sum(summary["skipped"].values())
     assert summary["cycles_with_draft"] < 0.2 * summary["cycles"]
