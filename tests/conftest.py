@@ -26,8 +26,6 @@ def golden_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("golden")
     for name in GOLDEN_NAMES:
         with tarfile.open(GOLDEN_ARCHIVES / f"{name}.tar.xz") as archive:
-            if hasattr(tarfile, "data_filter"):  # Python 3.11.4; later ones warn without it
-                archive.extractall(folder, filter="data")
-            else:
-                archive.extractall(folder)
+            safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # since 3.11.4
+            archive.extractall(folder, **safe)
     return folder

@@ -157,7 +157,7 @@ def test_the_shipped_set_is_held_out_from_what_the_demo_model_saw() -> None:
     assert {prompt.category for prompt in found.prompts} == categories
     texts = [prompt.text.rstrip("\n") for prompt in found.prompts]
     corpus = read_corpus()
-    assert len(corpus) > 1000
+    assert len(corpus) > 300  # some distributions leave the standard library's own tests out
     for document in corpus:
         assert not [text for text in texts if text in document.text], document.path
 
