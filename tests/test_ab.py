@@ -249,6 +249,7 @@ def test_report_69_other_prompts_can_be_allowed_and_are_said() -> None:
     assert record()["text"]["equal"] is None
 
 
+@pytest.mark.slow
 def test_report_69_another_chat_format_makes_another_prompt() -> None:
     words = ("name=t", "commit.max_tokens=4", "--repeats", "1")
     found = ab(*words, "--", "model.chat=raw", "--", "model.chat=nothink")
@@ -259,6 +260,7 @@ def test_report_69_another_chat_format_makes_another_prompt() -> None:
     assert len(facts["order"]) == 2  # stopped after one run of each
 
 
+@pytest.mark.slow
 def test_other_weights_can_be_allowed_and_are_loaded_each() -> None:
     path = Path(str(resources.files("ds4flow.demo") / "ds4flow-demo.gguf"))
     data = bytearray(path.read_bytes())

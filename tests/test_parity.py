@@ -48,8 +48,14 @@ def lengths(depth: int) -> list[int]:
     return [5 + depth % 4, 124 + depth]
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize(("name", "profile"), [("tiny-f32", "official"), ("tiny-q4k", "plain")])
+@pytest.mark.parametrize(
+    ("name", "profile", "depth"),
+    [("tiny-f32", "official", depth) for depth in DEPTHS]
+    + [
+        pytest.param("tiny-q4k", "plain", depth, marks=[] if depth in (1, 4) else pytest.mark.slow)
+        for depth in DEPTHS
+    ],
+)
 def test_golden_models(tmp_path, golden_dir, name, profile, depth):
     words = [*golden(name, golden_dir), f"model.profile={profile}"]
     for length in lengths(depth):
@@ -58,7 +64,10 @@ def test_golden_models(tmp_path, golden_dir, name, profile, depth):
         assert case.tokens == 12
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "depth",
+    [1, pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.slow)],
+)
 def test_a_drafter_that_always_lies(tmp_path, golden_dir, depth):
     words = [*golden("tiny-f32", golden_dir), "model.profile=official"]
     for length in lengths(depth):

@@ -338,6 +338,7 @@ def test_a_preset_with_a_set_and_a_typed_prompt_are_two(tmp_path: Path) -> None:
     assert "prompt_file and prompts are both given" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_sweep_runs_the_set_in_every_job() -> None:
     words = ("-m", "mtp.draft=0,2", "commit.max_tokens=9", write(rows("aaa", "bbb")))
     assert invoke("run", *FAKE, *words).exit_code == 0

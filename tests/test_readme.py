@@ -8,17 +8,30 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
+
+from ds4flow.cli import main
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
-COMMANDS = [
-    line
-    for language, body in BLOCKS
-    if language == "sh"
-    for line in body.splitlines()
-    if re.match(r"(\w+=\S+ )*ds4flow ", line)
-]
+
+
+def commands(text: str) -> list[str]:
+    """The ds4flow commands of the shell blocks in `text`."""
+    blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [
+        line
+        for body in blocks
+        for line in body.splitlines()
+        if re.match(r"(\w+=\S+ )*ds4flow ", line)
+    ]
+
+
+EXPERIMENT = re.search(r"^## From a question.*?(?=^## )", TEXT, re.MULTILINE | re.DOTALL)
+assert EXPERIMENT is not None
+SEQUENCE = commands(EXPERIMENT[0])
+"""These build on each other."""
+COMMANDS = commands(TEXT.replace(EXPERIMENT[0], ""))
 NEEDS_WEIGHTS = ("model=flash", "download", "inspect gguf")
 
 
@@ -47,17 +60,55 @@ def test_there_are_commands() -> None:
     assert TEXT.index("pip install -c constraints.txt -e . && ds4flow run") < 2000
 
 
-@pytest.mark.parametrize("line", [c for c in COMMANDS if not any(w in c for w in NEEDS_WEIGHTS)])
-def test_command_runs(line: str, tmp_path: Path) -> None:
-    variables, words = split(line)
-    if words[0] == "run" and "--cfg" not in words and "-n" not in words:
+def here(words: list[str], **variables: str) -> Result:
+    """A command in this process: starting one for each would take a minute."""
+    result = CliRunner().invoke(main, words, env=variables)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+@pytest.fixture
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("DS4_")]:
+        monkeypatch.delenv(name)
+
+
+def shortened(words: list[str]) -> list[str]:
+    """The same command for fewer tokens."""
+    if "-n" in words:
+        words[words.index("-n") + 1] = "12"
+    elif words[0] == "run" and "--cfg" not in words:
         words += ["commit.max_tokens=6"]
+    return [re.sub(r"^(commit\.max_tokens)=\d+$", r"\1=6", word) for word in words]
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("line", [c for c in COMMANDS if not any(w in c for w in NEEDS_WEIGHTS)])
+def test_command_runs(line: str) -> None:
+    variables, words = split(line)
+    words = shortened(words)
     if words[0] == "verify":
         words[words.index("--depths") + 1] = "2"
         words += ["commit.max_tokens=6"]
-    done = run(words, tmp_path, **variables)
-    assert done.returncode == 0, done.stderr
+    done = here(words, **variables)
+    assert done.exit_code == 0, done.stderr
     assert done.stdout
+
+
+@pytest.mark.usefixtures("_alone")
+def test_the_way_from_a_question_to_an_answer() -> None:
+    assert len(SEQUENCE) >= 8
+    for line in SEQUENCE:
+        variables, words = split(line)
+        assert not variables
+        words = shortened(words)
+        if "--repeats" in words:
+            words[words.index("--repeats") + 1] = "1"
+        done = here(words)
+        assert done.exit_code == 0, (line, done.stderr)
+        assert done.stdout, line
 
 
 @pytest.mark.parametrize("line", [c for c in COMMANDS if "run model=flash" in c])

@@ -211,6 +211,7 @@ def test_a_preset_and_an_automatic_depth_replay() -> None:
     assert again.config["mtp.draft"] == "auto"
 
 
+@pytest.mark.slow
 def test_a_job_of_a_sweep_replays_as_a_run() -> None:
     ds4flow("run", *FAKE, "log=quiet", "-m", "mtp.draft=1,2")
     said = ds4flow("replay", "runs/demo/0001/1").stderr
@@ -220,6 +221,7 @@ def test_a_job_of_a_sweep_replays_as_a_run() -> None:
     assert Path(again.facts["parent"]["path"]).name == "1"
 
 
+@pytest.mark.slow
 def test_a_set_of_prompts_replays_prompt_by_prompt() -> None:
     rows = [{"id": name, "category": "c", "prompt": name * 3} for name in ("a", "b")]
     Path("set.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

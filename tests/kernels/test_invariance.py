@@ -20,17 +20,25 @@ def random(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
     return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(scope="module", params=["tiny-f32", "tiny-q4k", "tiny-iq2"])
-def name(request: pytest.FixtureRequest) -> str:
-    return request.param
+# The gpu backend needs a GPU or an interpreter of its own: test_gpu_values.py. The static one is
+# slow on a CPU.
+CASES = [
+    pytest.param(
+        (kernels, name),
+        marks=[pytest.mark.slow] if kernels == "static" and name != "tiny-q4k" else [],
+        id=f"{kernels}-{name}",
+    )
+    for kernels in sorted(set(BACKENDS) - {"gpu"})
+    for name in ("tiny-f32", "tiny-q4k", "tiny-iq2")
+]
 
 
-# the gpu backend needs a GPU or an interpreter of its own: test_gpu_values.py
-@pytest.fixture(scope="module", params=sorted(set(BACKENDS) - {"gpu"}))
-def model(request: pytest.FixtureRequest, name: str, golden_dir: Path) -> Model:
+@pytest.fixture(scope="module", params=CASES)
+def model(request: pytest.FixtureRequest, golden_dir: Path) -> Model:
+    kernels, name = request.param
     main = GgufFile.open(golden_dir / f"{name}.gguf")
     mtp = GgufFile.open(golden_dir / f"{name}.mtp-support.gguf")
-    return Model.load(main, mtp, profile="official", kernels=request.param)
+    return Model.load(main, mtp, profile="official", kernels=kernels)
 
 
 @pytest.fixture(scope="module")

@@ -105,6 +105,7 @@ def search(*words: str) -> tuple[str, ...]:
     return ("hydra/sweeper=search", "mtp.draft=range(1,6)", "mtp.gate=interval(0.0,2.0)", *words)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*declarative_base:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::sqlalchemy.exc.MovedIn20Warning")
 def test_a_search_maximises_the_objective_and_goes_on_where_it_stopped() -> None:
