@@ -50,9 +50,12 @@ def lengths(depth: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("name", "profile", "depth"),
-    [("tiny-f32", "official", depth) for depth in DEPTHS]
-    + [
-        pytest.param("tiny-q4k", "plain", depth, marks=[] if depth in (1, 4) else pytest.mark.slow)
+    [
+        pytest.param(name, profile, depth, marks=[] if depth in quick else pytest.mark.slow)
+        for name, profile, quick in (
+            ("tiny-f32", "official", (0, 1, 2, 4, 8)),
+            ("tiny-q4k", "plain", (1, 4)),
+        )
         for depth in DEPTHS
     ],
 )

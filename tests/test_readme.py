@@ -108,7 +108,7 @@ def test_the_way_from_a_question_to_an_answer() -> None:
             words[words.index("--repeats") + 1] = "1"
         done = here(words)
         assert done.exit_code == 0, (line, done.stderr)
-        assert done.stdout, line
+        assert done.output, line
 
 
 @pytest.mark.parametrize("line", [c for c in COMMANDS if "run model=flash" in c])

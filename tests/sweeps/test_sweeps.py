@@ -177,6 +177,7 @@ def test_resuming_what_is_no_sweep(tmp_path: Path) -> None:
     assert run("--resume", str(tmp_path), "--cfg", "job").exit_code == 2
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_says_what_is_missing() -> None:
     process = started(*FAKE, "-m", "mtp.draft=0,1,2", "fakeload.seconds=2",
                       "hydra.sweeper.max_batch_size=1")  # fmt: skip
@@ -236,6 +237,7 @@ def write_preset(conf: Path, *params: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_preset_is_a_sweep_that_the_command_line_can_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
