@@ -89,7 +89,10 @@ def export_command(
 
     ending = Path(output or "").suffix.lstrip(".")
     chosen = form or (ending if ending in FORMATS else FORMATS[0])
-    export_runs(select(load_rows(root, parts=parts), conditions), chosen, output)
+    rows = select(load_rows(root, parts=parts), conditions)
+    export_runs(rows, chosen, output)
+    if output is not None:
+        click.echo(f"{len(rows)} runs in {output}", err=True)
 
 
 @runs.command("rm")
