@@ -5,6 +5,7 @@ Both pay for every draft step; they differ in which token they propose.
 
 from __future__ import annotations
 
+import sys
 from typing import Protocol
 
 import torch
@@ -55,18 +56,28 @@ class OwnDrafter:
         cache: KVCache,
         stale: Pairs | None = None,
     ) -> list[Draft]:
-        """`depth` drafts."""
+        """`depth` drafts, fewer where `_room` ends."""
         drafts: list[Draft] = []
         streams = hidden
-        for place in range(depth):
-            logits, streams = block.step(streams, token, cache.length + place, cache, stale)
+        first = cache.length
+        for position in range(first, first + min(depth, self._room(first + 1))):
+            logits, streams = block.step(streams, token, position, cache, stale)
             stale = None
-            token, gap = top_two(logits)
+            best, gap = top_two(logits)
+            token = self._choose(best, position + 1)
             drafts.append(Draft(token, gap))
         return drafts
 
+    def _room(self, position: int) -> int:
+        """How many drafts there may be from `position` on, where a new chain starts."""
+        return sys.maxsize
 
-class OracleDrafter:
+    def _choose(self, best: int, position: int) -> int:
+        """The draft for `position`, where the block's choice is `best`."""
+        return best
+
+
+class OracleDrafter(OwnDrafter):
     """Synthetic acceptance (`ds4flow.oracle`); the MTP block runs and its answer is thrown away."""
 
     synthetic = True
@@ -78,25 +89,9 @@ class OracleDrafter:
         """Start the pattern of right and wrong anew."""
         self.oracle.begin()
 
-    def propose(
-        self,
-        block: MtpBlock,
-        hidden: torch.Tensor,
-        token: int,
-        depth: int,
-        cache: KVCache,
-        stale: Pairs | None = None,
-    ) -> list[Draft]:
-        """`depth` drafts, fewer where the recording ends."""
-        drafts: list[Draft] = []
-        streams = hidden
+    def _room(self, position: int) -> int:
         self.oracle.chain()
-        for position in range(cache.length, cache.length + depth):
-            if not self.oracle.left(position + 1):
-                break
-            logits, streams = block.step(streams, token, position, cache, stale)
-            stale = None
-            _, gap = top_two(logits)  # as dear as a real draft
-            token = self.oracle.propose(position + 1)
-            drafts.append(Draft(token, gap))
-        return drafts
+        return self.oracle.left(position)
+
+    def _choose(self, best: int, position: int) -> int:
+        return self.oracle.propose(position)
