@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import tarfile
 from pathlib import Path
@@ -29,3 +30,11 @@ def golden_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
             safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # since 3.11.4
             archive.extractall(folder, **safe)
     return folder
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line in a folder of its own, without variables of the user's."""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("DS4_")]:
+        monkeypatch.delenv(name)

@@ -3,41 +3,33 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from ds4flow.ab import result
 from ds4flow.ab.arms import words_of_file
 from ds4flow.bench.samples import Samples
-from ds4flow.cli import main
 from ds4flow.errors import UsageError
 from ds4flow.model.trunk import Model
 from ds4flow.runs.record import Run, find_runs
 from tests import fakes
+from tests.command import ds4flow
 
 CONF = str(Path(__file__).parent / "data" / "conf")
 FAKE = ("--config-dir", CONF, "pipeline=fake", "+fakeload=default", "draft=lying")
 SHORT = ("prompt=hello", "commit.max_tokens=9")
 
 
-@pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("DS4_")]:
-        monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def ab(*arguments: str) -> Result:
-    found = CliRunner().invoke(main, ["ab", *arguments])
-    if found.exception is not None and not isinstance(found.exception, SystemExit):
-        raise found.exception
-    return found
+    return ds4flow("ab", *arguments)
 
 
 def record(folder: str | Path = "runs/demo/0001") -> dict[str, Any]:

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 from omegaconf import OmegaConf
 
 from ds4flow import rundir
-from ds4flow.cli import main
 from ds4flow.overrides import literal
+from tests.command import ds4flow
 
 ROOT = Path(__file__).parent.parent
 CONF = str(ROOT / "tests" / "data" / "conf")
@@ -26,18 +26,7 @@ BARE = ("--config-dir", CONF, "pipeline=fake", "+fakeload=default")
 FAKE = (*BARE, "prompt=hello", "commit.max_tokens=12")
 
 
-@pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("DS4_")]:
-        monkeypatch.delenv(name)
-
-
-def ds4flow(*arguments: str) -> Result:
-    result = CliRunner().invoke(main, list(arguments))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def facts(run: str | Path = "runs/demo/0001") -> dict[str, Any]:

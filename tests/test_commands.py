@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 from ds4flow.stages import download as download_stage
 from huggingface_hub import constants
 
-from ds4flow.cli import main
 from ds4flow.config import compose
 from ds4flow.errors import Ds4FlowError
 from ds4flow.hub import HubFile
 from ds4flow.pipeline import State
 from ds4flow.rundir import RunDir
 from ds4flow.wiring import build_pipeline
+from tests import command
 from tests.hub_server import HubServer
 
 DATA = random.Random(2).randbytes(200_000)
 
 
-@pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("DS4_")]:
-        monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def ds4flow(*arguments: str) -> Result:
-    result = CliRunner().invoke(main, list(arguments))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
+    result = command.ds4flow(*arguments)
     assert "Traceback" not in result.stderr
     return result
 

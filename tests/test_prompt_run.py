@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
 from ds4flow import rundir
-from ds4flow.cli import main
 from ds4flow.config import compose
 from ds4flow.depth import Decision, DepthPolicy
 from ds4flow.metrics import Counts
@@ -25,24 +22,14 @@ from ds4flow.recorded import recorded
 from ds4flow.rundir import RunDir
 from ds4flow.runs.record import Run
 from tests import fakes
+from tests.command import ds4flow
 
 CONF = str(Path(__file__).parent / "data" / "conf")
 DEMO = ("name=t", "log=quiet", "commit.max_tokens=12", "commit.ignore_eos=true")
 FAKE = ("--config-dir", CONF, "pipeline=fake", "+fakeload=default", "draft=lying")
 
 
-@pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("DS4_")]:
-        monkeypatch.delenv(name)
-
-
-def invoke(*arguments: str) -> Result:
-    result = CliRunner().invoke(main, list(arguments))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def run(*words: str) -> Run:
@@ -119,7 +106,7 @@ def test_the_order_of_prompts_changes_nothing(words: tuple[str, ...]) -> None:
 
 def test_a_seed_of_its_own_reproduces_a_prompt() -> None:
     words = ("mtp.draft=2", "sampling.temperature=1", "sampling.lossless=true")
-    assert invoke("run", *DEMO, *words, "sampling.seed=4", write(rows(*TEXTS))).exit_code == 0
+    assert ds4flow("run", *DEMO, *words, "sampling.seed=4", write(rows(*TEXTS))).exit_code == 0
     part = parts("runs/t/0001")["QQQQ"]
     seed = part.config["sampling.seed"]
     assert seed == read("set.jsonl").prompts[1].seed(4) == part.facts["seed"]
@@ -139,7 +126,7 @@ def test_the_model_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_the_directory_of_a_set_holds() -> None:
     data = [*rows("aaa", "bbb", category="one"), *rows("ccc", category="two")]
-    assert invoke("run", *DEMO, "mtp.draft=2", write(data)).exit_code == 0
+    assert ds4flow("run", *DEMO, "mtp.draft=2", write(data)).exit_code == 0
     whole = Run.open("runs/t/0001")
     source = Path("set.jsonl").read_bytes()
     assert (whole.path / "prompts.jsonl").read_bytes() == source
@@ -164,7 +151,7 @@ def test_what_the_directory_of_a_set_holds() -> None:
     assert list(whole.summary["categories"]) == ["one", "two"]
     assert [row["id"] for row in whole.summary["prompts"]] == ["aaa", "bbb", "ccc"]
     assert [row["directory"] for row in whole.summary["prompts"]] == names
-    table = invoke("run", *DEMO[:1], *DEMO[2:], "log.stream=false", write(data))
+    table = ds4flow("run", *DEMO[:1], *DEMO[2:], "log.stream=false", write(data))
     for word in ("category", "one", "two", "total", "tokens/s", "accepted", "identity", "exact"):
         assert word in table.stderr
 
@@ -204,7 +191,7 @@ def test_values_of_a_prompt_replace_those_of_the_run() -> None:
     data[1] |= {"max_tokens": 5}
     data[2] |= {"system": "Say ${nothing} \\${x} 'y'."}
     words = ("model.chat=nothink", "mtp.draft=4", "system=Be brief.")
-    assert invoke("run", *DEMO, *words, write(data)).exit_code == 0
+    assert ds4flow("run", *DEMO, *words, write(data)).exit_code == 0
     found = parts("runs/t/0001")
     assert [len(run.tokens) for run in found.values()] == [12, 5, 12]
     assert found["bbb"].config["commit.max_tokens"] == 5
@@ -227,17 +214,17 @@ def test_a_conversation_goes_through_the_chat_format() -> None:
     data = [{"id": "talk", "category": "chat", "messages": talk[:2]}]
     data.append({"id": "long", "category": "chat", "messages": talk})
     words = ("model.chat=think", "mtp.draft=2")
-    assert invoke("run", *DEMO, *words, write(data)).exit_code == 0
+    assert ds4flow("run", *DEMO, *words, write(data)).exit_code == 0
     found = parts("runs/t/0001")
     single = run(*words, "prompt=One", "system=Be brief.")
     assert found["talk"].tokens == single.tokens
     assert found["talk"].prompt_tokens == single.prompt_tokens
     assert len(found["long"].prompt_tokens) > len(found["talk"].prompt_tokens)
     assert [json.loads(line) for line in found["long"].prompt.splitlines()] == talk
-    replayed = invoke("replay", "t/0001/prompt-001-long")
+    replayed = ds4flow("replay", "t/0001/prompt-001-long")
     assert replayed.exit_code == 2
     assert "is a conversation" in replayed.stderr
-    result = invoke("run", *DEMO, write(data))
+    result = ds4flow("run", *DEMO, write(data))
     assert result.exit_code == 1
     assert "set.jsonl, line 1: there are messages, but model.chat=raw" in result.stderr
 
@@ -245,7 +232,7 @@ def test_a_conversation_goes_through_the_chat_format() -> None:
 def test_a_prompt_that_fails_does_not_stop_the_others() -> None:
     data = rows("aaa", "x " * 200, "ccc", category="one")
     data += rows("y " * 300, category="two")
-    result = invoke("run", *DEMO, "mtp.draft=2", "runtime.context=64", write(data))
+    result = ds4flow("run", *DEMO, "mtp.draft=2", "runtime.context=64", write(data))
     assert result.exit_code == 1
     assert "2 of 4 prompts failed: x x x x x and 1 more: " in result.stderr
     assert "leaves no room" in result.stderr
@@ -265,7 +252,7 @@ def test_a_prompt_that_fails_does_not_stop_the_others() -> None:
 
 def test_a_bug_met_by_one_prompt_is_recorded_with_its_traceback() -> None:
     data = rows("short", "l" * 60, "last")
-    result = invoke("run", *FAKE, "fakeload.fail_at=50", "commit.max_tokens=9", write(data))
+    result = ds4flow("run", *FAKE, "fakeload.fail_at=50", "commit.max_tokens=9", write(data))
     assert result.exit_code == 1
     whole = Run.open("runs/demo/0001")
     assert [row["status"] for row in whole.summary["prompts"]] == ["complete", "failed", "complete"]
@@ -282,7 +269,7 @@ def test_a_stop_keeps_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(fakes.Start, "run", interrupted)
-    result = invoke("run", *FAKE, "commit.max_tokens=9", write(rows("aaa", "bbb", "ccc")))
+    result = ds4flow("run", *FAKE, "commit.max_tokens=9", write(rows("aaa", "bbb", "ccc")))
     assert result.exit_code == 130
     whole = Run.open("runs/demo/0001")
     assert whole.status == "interrupted"
@@ -294,7 +281,7 @@ def test_a_stop_keeps_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_model_that_cannot_be_loaded_ends_the_set_at_once() -> None:
     words = ("model=file", "model.path=nowhere.gguf", "model.chat=raw")
-    result = invoke("run", *words, write(rows("aaa", "bbb")))
+    result = ds4flow("run", *words, write(rows("aaa", "bbb")))
     assert result.exit_code == 1
     assert len(result.stderr.splitlines()) == 2
     assert not list(Path("runs/file/0001").glob("prompt-*"))
@@ -302,11 +289,11 @@ def test_a_model_that_cannot_be_loaded_ends_the_set_at_once() -> None:
 
 def test_texts_are_separate_on_stdout() -> None:
     words = ("commit.max_tokens=9", write(rows("aaa", "bbb")))
-    result = invoke("run", *FAKE, *words)
+    result = ds4flow("run", *FAKE, *words)
     assert result.exit_code == 0
     texts = [run.text for run in parts("runs/demo/0001").values()]
     assert result.stdout == "".join(f"{text}\n" for text in texts)
-    quiet = invoke("run", *FAKE, *words, "log=quiet")
+    quiet = ds4flow("run", *FAKE, *words, "log=quiet")
     assert (quiet.stdout, quiet.stderr) == ("", "")
 
 
@@ -319,7 +306,7 @@ def test_texts_are_separate_on_stdout() -> None:
     ],
 )
 def test_one_way_to_say_what_to_continue(words: tuple[str, ...]) -> None:
-    result = invoke("run", *words)
+    result = ds4flow("run", *words)
     assert result.exit_code == 2
     assert "are both given" in result.stderr
     assert not Path("runs").exists()
@@ -330,10 +317,10 @@ def test_a_preset_with_a_set_and_a_typed_prompt_are_two(tmp_path: Path) -> None:
     preset = tmp_path / "conf" / "experiment" / "mine.yaml"
     preset.write_text("# @package _global_\nprompts: demo\n")
     words = ("--config-dir", "conf", "experiment=mine")
-    result = invoke("run", *words, "prompt=x")
+    result = ds4flow("run", *words, "prompt=x")
     assert result.exit_code == 2
     assert "prompt and prompts are both given" in result.stderr
-    result = invoke("run", *words, "prompt_file=x.txt")
+    result = ds4flow("run", *words, "prompt_file=x.txt")
     assert result.exit_code == 2
     assert "prompt_file and prompts are both given" in result.stderr
 
@@ -341,7 +328,7 @@ def test_a_preset_with_a_set_and_a_typed_prompt_are_two(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_sweep_runs_the_set_in_every_job() -> None:
     words = ("-m", "mtp.draft=0,2", "commit.max_tokens=9", write(rows("aaa", "bbb")))
-    assert invoke("run", *FAKE, *words).exit_code == 0
+    assert ds4flow("run", *FAKE, *words).exit_code == 0
     tokens = []
     for job in ("0", "1"):
         whole = Run.open(f"runs/demo/0001/{job}")
@@ -374,7 +361,7 @@ def test_report_69_figures_by_category_and_warnings() -> None:
         {"id": "loop", "category": "counting", "prompt": "x"},
         {"id": "text", "category": "prose", "prompt": "yy", "max_tokens": 20},
     ]
-    result = invoke(
+    result = ds4flow(
         "run", *FAKE, *words, "fakeload=looping", "draft=mtp", write(data), "log.stream=false"
     )
     assert result.exit_code == 0
@@ -388,7 +375,7 @@ def test_report_69_figures_by_category_and_warnings() -> None:
     assert f"{loop['repeated_tokens']} of 80 tokens repeat earlier text" in told
     for warning in summary["warnings"]:
         assert f"note: {warning}" in result.stderr
-    result = invoke("run", *FAKE, *words, "fakeload=looping", "draft=mtp", "prompt=x")
+    result = ds4flow("run", *FAKE, *words, "fakeload=looping", "draft=mtp", "prompt=x")
     assert "tokens repeat earlier text" in result.stderr
 
 
@@ -409,17 +396,17 @@ def test_report_69_what_is_shown_of_a_set_is_by_category() -> None:
     data = rows("aaa", "bbb", category="one") + rows("ccc", category="two")
     run("mtp.draft=2", write(data))
     run("mtp.draft=3", write([*data[1:], *rows("ddd", category="two")]))
-    shown = invoke("runs", "show", "x/0001")
+    shown = ds4flow("runs", "show", "x/0001")
     assert shown.exit_code == 0
     table = [line.split() for line in shown.stdout.splitlines()]
     assert ["category", "prompts", "tokens", "tokens/s"] in [line[:4] for line in table]
     assert ["one", "2", "24"] in [line[:3] for line in table]
     assert ["total", "3", "36"] in [line[:3] for line in table]
-    compared = invoke("runs", "compare", "x/0001", "x/0002").stdout
+    compared = ds4flow("runs", "compare", "x/0001", "x/0002").stdout
     assert "not the same prompt" in compared
     assert "x/0002: 2 prompts are in one of the sets only" in compared
     assert "the same output tokens as x/0001 in 2 of 2 prompts" in compared
-    assert invoke("report", "x/0001").exit_code == 0
+    assert ds4flow("report", "x/0001").exit_code == 0
     page = Path("runs/x/0001/report.html").read_text()
     assert 'data-category="one"' in page
     assert 'data-category="two"' in page
@@ -431,7 +418,7 @@ def test_report_69_what_is_shown_of_a_set_is_by_category() -> None:
 def test_report_33_acceptance_of_a_set_never_exceeds_one() -> None:
     words = ("fakeload=looping", "draft=mtp", "mtp.draft=3", "commit.max_tokens=40", "log=quiet")
     data = [{"id": name, "category": "loop", "prompt": name} for name in "xyz"]
-    assert invoke("run", *FAKE, *words, write(data)).exit_code == 0
+    assert ds4flow("run", *FAKE, *words, write(data)).exit_code == 0
     summary = Run.open("runs/demo/0001").summary
     for figures in (summary, summary["categories"]["loop"]):
         assert figures["draft_acceptance_rate"] == 1.0
@@ -463,6 +450,6 @@ def test_report_41_one_unlucky_prompt_does_not_stop_drafting_for_the_next(
     monkeypatch.setattr(DepthPolicy, "choose", choosing)
     words = ("fakeload=looping", "draft=mtp", "mtp.draft=auto", "commit.max_tokens=30", "log=quiet")
     data = [{"id": name, "category": "c", "prompt": name} for name in ("unlucky", "y", "z")]
-    assert invoke("run", *FAKE, *words, write(data)).exit_code == 0
+    assert ds4flow("run", *FAKE, *words, write(data)).exit_code == 0
     assert [cycles for _, cycles in seen] == [0, 0, 0]
     assert seen[0][0].cycle > 0

@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
-from ds4flow.cli import main
+from tests.command import ds4flow
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -60,21 +59,6 @@ def test_there_are_commands() -> None:
     assert TEXT.index("pip install -c constraints.txt -e . && ds4flow run") < 2000
 
 
-def here(words: list[str], **variables: str) -> Result:
-    """A command in this process: starting one for each would take a minute."""
-    result = CliRunner().invoke(main, words, env=variables)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
-@pytest.fixture
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("DS4_")]:
-        monkeypatch.delenv(name)
-
-
 def shortened(words: list[str]) -> list[str]:
     """The same command for fewer tokens."""
     if "-n" in words:
@@ -84,7 +68,7 @@ def shortened(words: list[str]) -> list[str]:
     return [re.sub(r"^(commit\.max_tokens)=\d+$", r"\1=6", word) for word in words]
 
 
-@pytest.mark.usefixtures("_alone")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("line", [c for c in COMMANDS if not any(w in c for w in NEEDS_WEIGHTS)])
 def test_command_runs(line: str) -> None:
     variables, words = split(line)
@@ -92,12 +76,12 @@ def test_command_runs(line: str) -> None:
     if words[0] == "verify":
         words[words.index("--depths") + 1] = "2"
         words += ["commit.max_tokens=6"]
-    done = here(words, **variables)
+    done = ds4flow(*words, env=variables)
     assert done.exit_code == 0, done.stderr
     assert done.stdout
 
 
-@pytest.mark.usefixtures("_alone")
+@pytest.mark.usefixtures("alone")
 def test_the_way_from_a_question_to_an_answer() -> None:
     assert len(SEQUENCE) >= 8
     for line in SEQUENCE:
@@ -106,7 +90,7 @@ def test_the_way_from_a_question_to_an_answer() -> None:
         words = shortened(words)
         if "--repeats" in words:
             words[words.index("--repeats") + 1] = "1"
-        done = here(words)
+        done = ds4flow(*words)
         assert done.exit_code == 0, (line, done.stderr)
         assert done.output, line
 

@@ -9,31 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from ds4flow.cli import main
 from ds4flow.errors import UsageError
 from ds4flow.replay import Plan, compared, make_plan
 from ds4flow.runs.record import Run, find_parts
+from tests import command
 
 CONF = str(Path(__file__).parent / "data" / "conf")
 FAKE = ("--config-dir", CONF, "pipeline=fake", "+fakeload=default", "commit.max_tokens=12")
 LONG = "it's ${a} {b}, [c]\\\n\"d\" 'e' é"
 
 
-@pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("DS4_")]:
-        monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def ds4flow(*words: str, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, list(words))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == code, result.stderr
-    return result
+    return command.ds4flow(*words, code=code)
 
 
 def made_in(folder: Path, *words: str) -> Path:

@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
-from ds4flow.cli import main
 from ds4flow.report.page import run_page
 from ds4flow.runs.record import Run
+from tests.command import ds4flow
 from tests.report.conftest import FAKE, NASTY
 from tests.report.reading import Page, assert_alone
 
-
-@pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("DS4_")]:
-        monkeypatch.delenv(name)
-
-
-def ds4flow(*arguments: str) -> Result:
-    result = CliRunner().invoke(main, list(arguments))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def page_of(path: str | Path = "runs/demo/0001") -> Page:

@@ -6,9 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from ds4flow.cli import main
+from tests.command import ds4flow
 
 TOKENS = 24
 
@@ -17,11 +16,7 @@ def run_demo(*words: str, exit_code: int = 0) -> str:
     """Run `ds4flow run` with these words in the current folder; what it said on stderr."""
     if not any(word.startswith("commit.max_tokens=") for word in words):
         words = (*words, f"commit.max_tokens={TOKENS}")
-    result = CliRunner().invoke(main, ["run", "log=quiet", *words])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == exit_code, result.stderr
-    return result.stderr
+    return ds4flow("run", "log=quiet", *words, code=exit_code).stderr
 
 
 def _make(folder: Path, *runs: tuple[str, ...]) -> Path:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import duckdb
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from ds4flow.cli import main
 from ds4flow.runs.compare import first_difference
 from ds4flow.runs.record import Run
+from tests.command import ds4flow
 
 
 @pytest.fixture
@@ -29,11 +29,7 @@ def here(demo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 def runs(*words: str, code: int = 0, answer: str | None = None) -> Result:
-    result = CliRunner().invoke(main, ["runs", *words], input=answer)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == code, result.stderr
-    return result
+    return ds4flow("runs", *words, code=code, answer=answer)
 
 
 def change(path: Path, **facts: object) -> None:
@@ -245,11 +241,7 @@ def test_rm_takes_a_sweep_whole_and_no_job_of_it(here: Path) -> None:
 
 
 def whatif(*words: str, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, ["whatif", *words])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == code, result.stderr
-    return result
+    return ds4flow("whatif", *words, code=code)
 
 
 def test_whatif_prints_a_line_a_setting(demo_traced: Path) -> None:

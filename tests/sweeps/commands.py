@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from ds4flow.cli import main
 from ds4flow.runs.sweep import Sweep
+from tests.command import ds4flow
 
 ROOT = Path(__file__).parent.parent.parent
 CONF = str(ROOT / "tests" / "data" / "conf")
@@ -24,10 +24,7 @@ SWEEP = Path("runs/demo/0001")
 
 def run(*arguments: str) -> Result:
     """`ds4flow run` in this process."""
-    result = CliRunner().invoke(main, ["run", *arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+    return ds4flow("run", *arguments)
 
 
 def sweep(*arguments: str) -> Result:
