@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from ds4flow.cache import KVCache
 from ds4flow.gguf import GgufFile
 from ds4flow.model.trunk import Model
 from ds4flow.speculate import argmax
+from tests.golden import arrays, run
 
 NAMES = ("tiny-f32", "tiny-iq2", "tiny-q4k")
-ARRAYS = Path(__file__).parent.parent / "data" / "golden"
 Loader = Callable[..., Model]
 
 
@@ -31,22 +30,6 @@ def load(golden_dir: Path) -> Loader:
         return kept[key]
 
     return get
-
-
-def arrays(name: str) -> dict[str, np.ndarray]:
-    with np.load(ARRAYS / f"{name}.npz") as stored:
-        return {key: stored[key] for key in stored.files}
-
-
-def run(model: Model, tokens: list[int], chunk: int = 64) -> tuple[torch.Tensor, KVCache]:
-    """Streams `[len(tokens), N, D]` of a chunked prefill and the cache it leaves."""
-    cache = KVCache(model.config, context=len(tokens) + 80, draft_max=4, chunk=chunk)
-    parts = []
-    for first in range(0, len(tokens), chunk):
-        part = tokens[first : first + chunk]
-        parts.append(model.forward(part, cache))
-        cache.commit(len(part))
-    return torch.cat(parts), cache
 
 
 @pytest.mark.parametrize("length", [16, 200, 700])

@@ -14,6 +14,8 @@ from ds4flow.cache import KVCache
 from ds4flow.gguf import GgufFile
 from ds4flow.model.trunk import Model
 from ds4flow.speculate import argmax
+from tests import golden
+from tests.golden import run
 
 NAMES = ("tiny-f32", "tiny-iq2", "tiny-q4k")
 LENGTHS = (16, 200, 700)
@@ -38,24 +40,7 @@ def load(golden_dir: Path) -> Loader:
 
 @pytest.fixture(scope="module")
 def arrays() -> Callable[[str], dict[str, np.ndarray]]:
-    folder = Path(__file__).parent.parent / "data" / "golden"
-
-    def get(name: str) -> dict[str, np.ndarray]:
-        with np.load(folder / f"{name}.npz") as stored:
-            return {key: stored[key] for key in stored.files}
-
-    return get
-
-
-def run(model: Model, tokens: list[int], chunk: int = 64) -> tuple[torch.Tensor, KVCache]:
-    """Streams `[len(tokens), N, D]` of a chunked prefill and the cache it leaves."""
-    cache = KVCache(model.config, context=len(tokens) + 80, draft_max=4, chunk=chunk)
-    parts = []
-    for first in range(0, len(tokens), chunk):
-        part = tokens[first : first + chunk]
-        parts.append(model.forward(part, cache))
-        cache.commit(len(part))
-    return torch.cat(parts), cache
+    return golden.arrays
 
 
 def check_bounds(ours: np.ndarray, ref: np.ndarray, data: dict, length: int, rows) -> None:
