@@ -16,8 +16,6 @@ from ds4flow import __version__, commands, completion
 from ds4flow.errors import Ds4FlowError, UsageError
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from ds4flow.overrides import Flag
 
 
@@ -143,7 +141,7 @@ def run(overrides: tuple[str, ...], short_m: str | None, **options: Any) -> None
 
     from ds4flow import env
     from ds4flow.config import asks_for_sweep, validate_all
-    from ds4flow.execute import hand_over
+    from ds4flow.execute import hand_over, in_directory, new_directory
     from ds4flow.overrides import assemble
 
     flags, config_dir = _flags(options, words), options["config_dir"]
@@ -170,7 +168,7 @@ def run(overrides: tuple[str, ...], short_m: str | None, **options: Any) -> None
         from ds4flow.followers import silent
 
         with silent(ranks.rank) as folder:
-            hand_over([*arguments, *_in_directory(words, folder)])
+            hand_over([*arguments, *in_directory(words, folder)])
         return
     for notice in notices:
         click.echo(notice, err=True)
@@ -179,7 +177,7 @@ def run(overrides: tuple[str, ...], short_m: str | None, **options: Any) -> None
 
         sys.exit(sweeps.start(sweeps.Given(typed, tuple(flags), config_dir), words, configs))
     if not showing:
-        words = _with_directory(words, configs[0])
+        words = in_directory(words, new_directory(configs[0]))
     hand_over([*arguments, *words])
 
 
@@ -209,25 +207,6 @@ def _showing(options: dict[str, Any]) -> list[str]:
     if options["package"]:
         shown += ["--package", options["package"]]
     return shown
-
-
-def _with_directory(words: Sequence[str], first: DictConfig) -> list[str]:
-    """Make the run's directory, and give Hydra its path."""
-    from omegaconf import OmegaConf
-
-    from ds4flow import rundir
-    from ds4flow.explain import explained
-
-    with explained():
-        template = str(OmegaConf.select(first, "hydra.run.dir"))
-    return _in_directory(words, str(rundir.allocate(template)))
-
-
-def _in_directory(words: Sequence[str], path: str) -> list[str]:
-    from ds4flow.overrides import key_of, quoted
-
-    key = "hydra.run.dir"
-    return [word for word in words if key_of(word) != key] + [f"{key}={quoted(path)}"]
 
 
 @main.command("completion")

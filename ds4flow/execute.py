@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,20 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 import ds4flow.config  # noqa: F401 - registers the schema, also in a launcher's process
-from ds4flow import origin
+from ds4flow import origin, rundir
 from ds4flow.checks import check
 from ds4flow.errors import Ds4FlowError
+from ds4flow.explain import explained
 from ds4flow.objective import score
-from ds4flow.overrides import refuse_two_prompts
+from ds4flow.overrides import key_of, quoted, refuse_two_prompts
 from ds4flow.provenance import PARENT, provenance
 from ds4flow.recorded import exit_code, recorded, terminable
 from ds4flow.rundir import RunDir
 from ds4flow.runs.record import Run
 
 _log = logging.getLogger("ds4flow")
+
+RUN_DIRECTORY = "hydra.run.dir"
 
 
 class JobFailed(CompactHydraException):
@@ -77,6 +81,19 @@ def _job_of_a_sweep(config: DictConfig, node: HydraConf) -> float | None:
             )
             raise
     return ending.value
+
+
+def new_directory(config: DictConfig, key: str = RUN_DIRECTORY) -> Path:
+    """Make the directory that `key` of a composed config asks for."""
+    with explained():
+        template = str(OmegaConf.select(config, key))
+    return rundir.allocate(template)
+
+
+def in_directory(words: Sequence[str], path: str | Path) -> list[str]:
+    """The overrides of a run that shall lie in `path`."""
+    kept = [word for word in words if key_of(word) != RUN_DIRECTORY]
+    return [*kept, f"{RUN_DIRECTORY}={quoted(str(path))}"]
 
 
 def hand_over(arguments: list[str]) -> None:

@@ -104,6 +104,20 @@ class State:
         """The committed tokens after the prompt."""
         return [] if self.tokens is None else self.tokens[self.prompt_length :]
 
+    def mark_relaxed(self) -> None:
+        """A margin below 1 judged drafts: from here on the text may not be greedy's."""
+        if self.identity == "exact":
+            self.identity = "relaxed"
+            self.run.record(identity="relaxed")
+
+    def drafts_left(self, max_tokens: int) -> int:
+        """Drafts that a text of `max_tokens` and the context still have room for.
+
+        A cycle commits one token more than it accepts drafts.
+        """
+        room = self.cache.context - self.cache.length
+        return min(max_tokens - self.produced, room) - 1
+
     @property
     def produced(self) -> int:
         """How many tokens were committed after the prompt."""

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from ds4flow import env, prompt_set, rundir, schema
+from ds4flow import env, prompt_set, schema
 from ds4flow.config import compose, validate
 from ds4flow.errors import Ds4FlowError, UsageError, near_match
-from ds4flow.explain import explained
 from ds4flow.overrides import PROVENANCE, key_of, literal, quoted
 from ds4flow.provenance import PARENT, follows, leaves
 from ds4flow.rundir import RunDir
@@ -50,7 +49,7 @@ def replay_command(
     config_dir: str | None,
 ) -> int:
     """Replay `run` and say what came out; 1 when the output differs and nothing was overridden."""
-    from ds4flow.execute import hand_over
+    from ds4flow.execute import hand_over, in_directory, new_directory
 
     name = label(run.path, root)
     folder = config_dir or _recorded_config_dir(run)
@@ -61,10 +60,9 @@ def replay_command(
     for notice in plan.notices:
         print(notice, file=sys.stderr)
     check_weights(run, name, first, other_weights=other_weights)
-    path = _directory(first)
-    words = [word for word in words if key_of(word) != "hydra.run.dir"]
+    path = new_directory(first)
     arguments = ["--config-dir", folder] if folder else []
-    hand_over([*arguments, *words, f"hydra.run.dir={quoted(str(path))}"])
+    hand_over([*arguments, *in_directory(words, path)])
     same = report_outcome(run, Run.open(path), name)
     return 1 if plan.same and not same else 0
 
@@ -261,11 +259,6 @@ def spelled(value: Any) -> str:
     if isinstance(value, dict):
         return f"{{{','.join(f'{key}:{spelled(item)}' for key, item in value.items())}}}"
     return repr(value)
-
-
-def _directory(config: DictConfig) -> Path:
-    with explained():
-        return rundir.allocate(str(OmegaConf.select(config, "hydra.run.dir")))
 
 
 def check_weights(run: Run, name: str, config: DictConfig, *, other_weights: bool) -> None:

@@ -28,6 +28,11 @@ _RESERVE = ".reserve"
 _RESERVE_BYTES = 64 * 1024
 
 
+def now() -> str:
+    """The time as records write it: ISO 8601, UTC, milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
 def allocate(template: str | Path) -> Path:
     """Make the directory that `template` names and return it; `NNNN` becomes the next free number.
 
@@ -111,7 +116,7 @@ class RunDir:
             raise _unwritable(run.path, error) from None
         run.record(
             status="running",
-            started=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            started=now(),
             host=socket.gethostname(),
             pid=os.getpid(),
             **(facts or {}),
@@ -132,7 +137,7 @@ class RunDir:
             return
         self.release_reserve()
         self.close()
-        ended = datetime.now(UTC).isoformat(timespec="milliseconds")
+        ended = now()
         seconds = round(time.monotonic() - self._started, 3)
         self.record(status=status, ended=ended, seconds=seconds, error=error)
         for action in self.after_finish:

@@ -80,7 +80,8 @@ class Decode(Stage):
         if state.done is None:
             limit = state.prompt_length + self.max_tokens
             self.graph.start(state.next_token, state.hidden, limit)
-            deepest = 0 if self._off(state) else min(state.cache.draft_max, self._left(state))
+            left = state.drafts_left(self.max_tokens)
+            deepest = 0 if self._off(state) else min(state.cache.draft_max, left)
             self.graph.capture(range(max(0, deepest) + 1))
         state.runs_on += f", decoding: {self.graph.mode}"
         state.run.record(decode={"mode": self.graph.mode, "why": self.graph.why})
@@ -105,17 +106,12 @@ class Decode(Stage):
     def _off(self, state: State) -> bool:
         return bool(state.mtp_off) or not self.drafts or self.depth == 0
 
-    def _left(self, state: State) -> int:
-        """Drafts that the text and the context still have room for."""
-        cache = state.cache
-        return min(self.max_tokens - state.produced, cache.context - cache.length) - 1
-
     def _width(self, state: State) -> int:
         """Drafts of this cycle."""
         if self._off(state):
             state.draft_end = "off"
             return 0
-        left = self._left(state)
+        left = state.drafts_left(self.max_tokens)
         if self.policy is None:
             wanted = int(self.depth)
         else:
@@ -141,9 +137,8 @@ class Decode(Stage):
             place = state.cache.length + 1
             state.verdict = verify_sampled(state.logits, [], [], place, state.sampling)
             self.graph.choose(state.verdict.next_token)
-        elif count > 1 and self.margin < 1.0 and not self.strict and state.identity == "exact":
-            state.identity = "relaxed"
-            state.run.record(identity="relaxed")
+        elif count > 1 and self.margin < 1.0 and not self.strict:
+            state.mark_relaxed()
 
     def _verdict(self, cycle: Cycle) -> Verdict:
         reason = "none"

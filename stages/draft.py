@@ -84,8 +84,7 @@ class Drafter(NoDrafter):
     def run(self, state: State) -> None:
         """Propose up to the clamped depth."""
         start = time.perf_counter()
-        cache = state.cache
-        left = min(self.max_tokens - state.produced, cache.context - cache.length) - 1
+        left = state.drafts_left(self.max_tokens)
         depth = 0 if state.mtp_off else max(0, min(self._depth(state, left, start), left))
         self.steps, self.backlog = depth, 0.0
         self.propose(state, depth)

@@ -39,9 +39,8 @@ class Verify(Stage):
         state.verdict = speculate.verify(
             state.logits, drafts, margin=self.margin, strict=self.strict
         )
-        if drafts and self.margin < 1.0 and not self.strict and state.identity == "exact":
-            state.identity = "relaxed"
-            state.run.record(identity="relaxed")
+        if drafts and self.margin < 1.0 and not self.strict:
+            state.mark_relaxed()
 
     def _sampled(self, state: State, drafts: list[int], sampling: Sampling) -> speculate.Verdict:
         """Lossless rejection sampling; a drafter that keeps no distribution was certain."""

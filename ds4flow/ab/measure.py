@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from ds4flow.bench.samples import interleave
 from ds4flow.errors import Ds4FlowError
 from ds4flow.prompt_run import load, perform
 from ds4flow.recorded import STOPS, recorded
-from ds4flow.rundir import RunDir
+from ds4flow.rundir import RunDir, now
 from ds4flow.runs.record import Run
 from ds4flow.wiring import build_pipeline
 
@@ -58,18 +57,14 @@ class Comparison:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Write into ab.json how the comparison ended."""
-        self.record(status="running", started=_now(), order=[])
+        self.record(status="running", started=now(), order=[])
         try:
             yield
         except BaseException as error:
             status = "interrupted" if isinstance(error, STOPS) else "failed"
-            self.record(status=status, ended=_now(), error=f"{type(error).__name__}: {error}")
+            self.record(status=status, ended=now(), error=f"{type(error).__name__}: {error}")
             raise
-        self.record(status="complete", ended=_now(), error=None)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
+        self.record(status="complete", ended=now(), error=None)
 
 
 def measure(

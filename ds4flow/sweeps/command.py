@@ -10,7 +10,6 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from ds4flow import env, origin, plugins, rundir
 from ds4flow.config import sweep_words, swept, validate_all
 from ds4flow.errors import UsageError
-from ds4flow.execute import hand_over
+from ds4flow.execute import hand_over, new_directory
 from ds4flow.explain import explained
 from ds4flow.overrides import Flag, assemble, key_of, quoted
 from ds4flow.recorded import Terminated, terminable
@@ -86,8 +85,7 @@ def start(given: Given, words: Sequence[str], configs: Sequence[DictConfig]) -> 
     full = sweep_words(words, first)
     with explained():
         jobs = grid(full) if is_grid(first) else []
-        template = str(OmegaConf.select(first, _DIRECTORY))
-    path = rundir.allocate(template).resolve()
+    path = new_directory(first, _DIRECTORY).resolve()
     kept = [word for word in words if key_of(word) not in _OWN]
     tree, patch = origin.source_tree()
     file = RunDir(path, {})
@@ -97,7 +95,7 @@ def start(given: Given, words: Sequence[str], configs: Sequence[DictConfig]) -> 
         path,
         {
             "status": "running",
-            "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "started": rundir.now(),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "keys": list(swept(full)),
@@ -146,7 +144,7 @@ def resume(folder: str | Path, given: Given) -> int:
         _say("note: the code is not the revision that this sweep began with; run.json tells which")
     if not how and not sweep.with_status("missing", "failed", "skipped"):
         _say("note: every job of this sweep is done")
-    resumed = datetime.now(UTC).isoformat(timespec="milliseconds")
+    resumed = rundir.now()
     record.facts.setdefault("resumed", []).append({"time": resumed, "git": tree})
     return _run(record)
 

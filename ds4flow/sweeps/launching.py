@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from omegaconf import DictConfig
 
 from ds4flow.errors import Ds4FlowError
 from ds4flow.overrides import key_of
-from ds4flow.rundir import RunDir
+from ds4flow.rundir import RunDir, now
 from ds4flow.runs.record import SWEEP, Run
 from ds4flow.runs.sweep import Job, Sweep, attempt_of, directory_name
 from ds4flow.sweeps import rows
@@ -86,7 +85,7 @@ class Record:
                 if job.status == "missing" and job.directory is None:
                     self.skip(job, "the sweep was interrupted before it began")
         missing = [job.number for job in jobs if job.status != "done"]
-        ended = datetime.now(UTC).isoformat(timespec="milliseconds")
+        ended = now()
         self.save(status=status, ended=ended, missing=missing)
         return Sweep.open(self.path)
 

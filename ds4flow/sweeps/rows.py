@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from omegaconf import DictConfig
 
 from ds4flow.errors import Ds4FlowError
 from ds4flow.overrides import PROVENANCE, key_of
-from ds4flow.rundir import RunDir
+from ds4flow.rundir import RunDir, now
 from ds4flow.runs.sweep import JOBS, Sweep, attempt_of, number_of
 from ds4flow.sweeps import inputs
 
@@ -65,9 +64,7 @@ def append(sweep: Path, **row: Any) -> None:
     """Append one row to the sweep's jobs.jsonl, with the time."""
     file = RunDir(sweep, {})
     try:
-        file.append_json(
-            JOBS, {**row, "time": datetime.now(UTC).isoformat(timespec="milliseconds")}
-        )
+        file.append_json(JOBS, {**row, "time": now()})
     finally:
         file.close()
 
