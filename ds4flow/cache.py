@@ -72,6 +72,27 @@ class KVCache:
             rows.index = self._compressed(ratio, self.config.index_dim, device)
         return rows
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """What all buffer sizes follow from: context, `draft_max` and `chunk`."""
+        return self.context, self.draft_max, self.chunk
+
+    def clear(self) -> None:
+        """Make all rows zeros and the cursor 0, in place.
+
+        Places of finished rows that no pass can have reached stay untouched, as `_untouched` left
+        them.
+        """
+        reached = self.length + self.rows_max
+        for layer in (*self.layers, self.mtp):
+            layer.window.zero_()
+            for rows in (layer.compressed, layer.index):
+                if rows is not None:
+                    rows.values.zero_()
+                    rows.scores.zero_()
+                    rows.pool[: reached // rows.ratio + 1].zero_()
+        self.length = 0
+
     def check_room(self, start: int, rows: int) -> None:
         """Raise when a pass of `rows` rows from `start` would leave the context or the rings."""
         if rows > self.rows_max:

@@ -8,8 +8,10 @@ what happened. The eager mode runs the same operations uncaptured and gives the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -114,6 +116,34 @@ HEADER = 6
 ENDS = (None, "eos", "limit")
 
 
+@dataclass
+class Usage:
+    """What was done with a graph since someone began to count: by width of drafts.
+
+    `built` are the widths that were captured (or, where nothing is captured, made ready), `kept`
+    those that were there before, `replays` the cycles of each width.
+    """
+
+    built: list[int] = field(default_factory=list)
+    kept: tuple[int, ...] = ()
+    replays: dict[int, int] = field(default_factory=dict)
+
+
+class _Recording(Protocol):
+    """One cycle of a fixed width that can be done again and again."""
+
+    def replay(self) -> None: ...
+
+
+class _Uncaptured(NamedTuple):
+    """The same operations, issued anew each time."""
+
+    step: Callable[[], None]
+
+    def replay(self) -> None:
+        self.step()
+
+
 class _DeviceMtp(MtpBlock):
     """The MTP block with positions on the device and checks left to the report."""
 
@@ -153,12 +183,15 @@ class DecodeGraph:
         self.kernels = kernels
         for ratio in {*model.config.ratios}:
             kernels.reserve(model.rope(ratio), cache.context)
+        self.eager = eager
         self.mode, self.why = _mode(device, kernels, eager)
         self.buffers = DecodeBuffers.make(model.config, cache.draft_max + 1, device)
         self._host = torch.zeros_like(self.buffers.report, device="cpu")
         if self.mode == "graph":
             self._host = self._host.pin_memory()
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._recordings: dict[int, _Recording] = {}
+        self._pool: Any = None  # memory that the graphs of all widths share
+        self.usage = Usage()
         self._mtp: _DeviceMtp | None = None
         if model.mtp is not None:
             block = model.mtp
@@ -183,12 +216,16 @@ class DecodeGraph:
         """Let `token` stand next instead of the target's choice, for the host's sampling."""
         self.buffers.token.fill_(token)
 
+    def count(self) -> Usage:
+        """Begin to count anew; the result is filled as the graph is used."""
+        self.usage = Usage(kept=tuple(sorted(self._recordings)))
+        return self.usage
+
     def capture(self, widths: range | None = None) -> None:
-        """Capture the graphs of these widths (default: all) ahead of their first use."""
-        if self.mode == "graph":
-            for width in widths if widths is not None else range(self.cache.draft_max + 1):
-                self._check(width)
-                self._graph(width)
+        """Make these widths ready (default: all) ahead of their first use; once is enough."""
+        for width in widths if widths is not None else range(self.cache.draft_max + 1):
+            self._check(width)
+            self._recording(width)
 
     def cycle(self, width: int) -> Cycle:
         """One `step`, and the cache's cursor moved over what it committed."""
@@ -209,13 +246,11 @@ class DecodeGraph:
             raise ValueError(
                 f"the cursor moved from {self._length} to {self.cache.length}: start()"
             )
+        self._recording(width).replay()
+        self.usage.replays[width] = self.usage.replays.get(width, 0) + 1
+        self._host.copy_(self.buffers.report, non_blocking=self.mode == "graph")
         if self.mode == "graph":
-            self._graph(width).replay()
-            self._host.copy_(self.buffers.report, non_blocking=True)
             torch.cuda.current_stream().synchronize()
-        else:
-            self._step(width)
-            self._host.copy_(self.buffers.report)
         return self._read(width)
 
     def _check(self, width: int) -> None:
@@ -335,23 +370,31 @@ class DecodeGraph:
 
     # --- capture and read-out ---
 
-    def _graph(self, width: int) -> torch.cuda.CUDAGraph:
-        graph = self._graphs.get(width)
-        if graph is None:
-            # warm up on a side stream: kernels are compiled and buffers grown before the capture
-            saved = self.buffers.counters()
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(2):
-                    self._step(width)
-                    self.buffers.restore(saved)  # its rows lie beyond the cursor
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            pool = next(iter(self._graphs.values())).pool() if self._graphs else None
-            with torch.cuda.graph(graph, pool=pool):
+    def _recording(self, width: int) -> _Recording:
+        """What does a cycle of this width; made when it is asked for first."""
+        if width not in self._recordings:
+            captured = self.mode == "graph"
+            self._recordings[width] = (
+                self._captured(width) if captured else _Uncaptured(partial(self._step, width))
+            )
+            self.usage.built.append(width)
+        return self._recordings[width]
+
+    def _captured(self, width: int) -> torch.cuda.CUDAGraph:
+        # warm up on a side stream: kernels are compiled and buffers grown before the capture
+        saved = self.buffers.counters()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
                 self._step(width)
-            self._graphs[width] = graph
+                self.buffers.restore(saved)  # its rows lie beyond the cursor
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._step(width)
+        if self._pool is None:
+            self._pool = graph.pool()
         return graph
 
     def _read(self, width: int) -> Cycle:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ds4flow.chat import Message
     from ds4flow.depth import Decision
     from ds4flow.gguf import GgufFile
+    from ds4flow.kept import Kept
     from ds4flow.model.trunk import Model
     from ds4flow.rundir import RunDir
     from ds4flow.sampling import Sampling
@@ -56,6 +57,7 @@ class State:
     model: Model = UNSET
     tokenizer: Tokenizer = UNSET
     cache: KVCache = UNSET
+    kept: Kept | None = None  # of the text before this one, on the same model
     runs_on: str = ""  # device, kernels and why; then how the cycle runs
     sampling: Sampling | None = None  # None: the argmax, always
     mtp_off: str = ""  # why drafting is switched off, empty when it is not
@@ -133,7 +135,7 @@ FIELDS = tuple(item.name for item in fields(State))
 ALWAYS = frozenset(item.name for item in fields(State) if item.default is not None)
 """Fields that have a value from the start."""
 
-SHARED = ("files", "tokenizer", "model", "mtp_off")
+SHARED = ("files", "tokenizer", "model", "kept", "mtp_off")
 """Fields that are the same for every prompt of one config: what `Stage.share` may set."""
 
 

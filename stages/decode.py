@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from ds4flow.depth import AUTO_DEPTH_MAX, DepthPolicy, Prior
 from ds4flow.errors import UsageError
-from ds4flow.graph import Cycle, DecodeGraph, Rules
+from ds4flow.graph import Cycle, DecodeGraph, Rules, Usage
 from ds4flow.pipeline import Stage, State
 from ds4flow.sampling import verify_sampled
 from ds4flow.speculate import Verdict
@@ -42,6 +42,7 @@ class Decode(Stage):
     eager: bool
     graph: DecodeGraph | None = field(default=None, init=False)
     policy: DepthPolicy | None = field(default=None, init=False)
+    usage: Usage = field(default_factory=Usage, init=False)
     drafts: bool = field(init=False)
 
     reads = ("model", "tokenizer", "cache", "tokens", "next_token", "hidden")
@@ -76,7 +77,8 @@ class Decode(Stage):
             keep_accepted=self.keep_accepted,
             probe=self.probe,
         )
-        self.graph = DecodeGraph(state.model, state.cache, eager=self.eager, rules=rules)
+        self.graph = self._graph(state, rules)
+        self.usage = self.graph.count()
         if state.done is None:
             limit = state.prompt_length + self.max_tokens
             self.graph.start(state.next_token, state.hidden, limit)
@@ -86,6 +88,14 @@ class Decode(Stage):
         state.runs_on += f", decoding: {self.graph.mode}"
         state.run.record(decode={"mode": self.graph.mode, "why": self.graph.why})
         print(f"decoding: {self.graph.mode} ({self.graph.why})", file=sys.stderr)
+
+    def _graph(self, state: State, rules: Rules) -> DecodeGraph:
+        """The graph of the text before this one if it fits, else a new one."""
+        found = state.kept and state.kept.find(state.cache, rules, eager=self.eager)
+        graph = found or DecodeGraph(state.model, state.cache, eager=self.eager, rules=rules)
+        if state.kept is not None:
+            state.kept.graph = graph
+        return graph
 
     def run(self, state: State) -> None:
         """Run one cycle on the device and tell the state what it did; the cursor stays."""
@@ -102,6 +112,11 @@ class Decode(Stage):
                 draft_s=0.0,
                 verify_s=time.perf_counter() - start,
             )
+
+    def close(self, state: State) -> None:
+        """Record which widths were captured, were there already, and how often each was used."""
+        if self.graph is not None:
+            state.run.record(graphs=asdict(self.usage))
 
     def _off(self, state: State) -> bool:
         return bool(state.mtp_off) or not self.drafts or self.depth == 0

@@ -9,6 +9,7 @@ import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ds4flow.depth import draft_max
 from ds4flow.device import DeviceChoice, choose
 from ds4flow.errors import Ds4FlowError
 from ds4flow.gguf import GgufFile
+from ds4flow.kept import Kept
 from ds4flow.memory import GIB, available_bytes, check_memory
 from ds4flow.model.config import ModelConfig
 from ds4flow.model.trunk import Model
@@ -62,7 +64,8 @@ class LoadGguf(Stage):
     group: Group | None = field(init=False)
 
     reads = ("files", "prompt")
-    writes = ("tokenizer", "tokens", "model", "cache", "sampling", "mtp_off", "identity", "runs_on")
+    writes = ("tokenizer", "tokens", "model", "cache", "kept", "sampling", "mtp_off", "identity",
+              "runs_on")  # fmt: skip
 
     def __post_init__(self) -> None:
         # before anything is downloaded or read
@@ -83,6 +86,7 @@ class LoadGguf(Stage):
         self._choose_sampling(state)
         self._read_vocabulary(state)
         self._load(state)
+        state.kept = Kept()
 
     def share_key(self) -> object:
         """What the model depends on: not on the prompt, nor on how many drafts if there are any."""
@@ -101,7 +105,7 @@ class LoadGguf(Stage):
         self._switch_mtp(state)
         self._choose_sampling(state)
         self._load(state)
-        state.cache = self._new_cache(config, torch.device(self.choice.name))
+        state.cache = self._empty_cache(state, config)
         template = state.tokenizer.chat_template
         state.runs_on = f"{self.choice.name}, {self.choice.kernels} kernels ({self.choice.why})"
         if self.tensor_parallel > 1:
@@ -161,6 +165,13 @@ class LoadGguf(Stage):
             per_token=4 * config.cache_growth,
             available=available_bytes() if given is None else round(given * GIB),
         )
+
+    def _empty_cache(self, state: State, config: ModelConfig) -> KVCache:
+        """A new cache, or that of the text before, which the graphs of the decode stage know."""
+        make = partial(self._new_cache, config, torch.device(self.choice.name))
+        if state.kept is None:
+            return make()
+        return state.kept.cache(make, self._new_cache(config, torch.device("meta")).shape)
 
     def _new_cache(self, config: ModelConfig, device: torch.device) -> KVCache:
         return KVCache(

@@ -25,7 +25,7 @@ FLOORS = (
         "tokenizer",
         "chat",
     },
-    {"speculate", "sampling", "depth", "oracle", "stale", "diagnosis", "cache", "graph"},
+    {"speculate", "sampling", "depth", "oracle", "stale", "diagnosis", "cache", "graph", "kept"},
     {"pipeline", "trace"},
     {"stages"},
     {

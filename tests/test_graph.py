@@ -29,9 +29,11 @@ def model(name: str, golden_dir: Path) -> Model:
     return Model.load(main, mtp, profile="plain")
 
 
-def prefilled(model: Model, tokens: list[int], context: int) -> tuple[KVCache, int, torch.Tensor]:
+def prefilled(
+    model: Model, tokens: list[int], context: int, draft_max: int = DRAFT_MAX
+) -> tuple[KVCache, int, torch.Tensor]:
     """A cache after the prompt (MTP rows too), the next token and the last streams."""
-    cache = KVCache(model.config, context=context, draft_max=DRAFT_MAX, chunk=64)
+    cache = KVCache(model.config, context=context, draft_max=draft_max, chunk=64)
     previous = None
     for first in range(0, len(tokens), 64):
         part = tokens[first : first + 64]
@@ -183,3 +185,45 @@ def test_a_logit_that_is_not_finite_is_an_error_and_commits_nothing(model):
     with pytest.raises(NumericsError, match="not finite in the cycle at position 3"):
         graph.cycle(1)
     assert cache.length == 3
+
+
+def test_any_width_after_any_other_in_any_order(model, name):
+    """Widths 0..8 in random order: each is made ready once, and text and state are greedy's."""
+    prompt = np.load(DATA / f"{name}.npz")["tokens_16"].tolist()
+    order = np.random.default_rng(3).permutation([*range(9), *range(9)]).tolist()
+    cache, token, hidden = prefilled(model, prompt, 300, draft_max=8)
+    graph = DecodeGraph(model, cache)
+    graph.start(token, hidden)
+    graph.capture(range(4))
+    tokens = [token for width in order for token in graph.cycle(width).tokens]
+    assert sorted(graph.usage.built) == list(range(9))
+    assert graph.usage.replays == dict.fromkeys(range(9), 2)
+    cache, token, hidden = prefilled(model, prompt, 300, draft_max=8)
+    plain = DecodeGraph(model, cache)
+    plain.start(token, hidden)
+    assert [plain.cycle(0).tokens[0] for _ in tokens] == tokens
+    assert cache.state_hash() == graph.cache.state_hash()
+
+
+def test_a_cleared_cache_is_as_a_new_one(model, name):
+    """Every buffer, at its old address, also after a pass that was not committed."""
+    prompt = np.load(DATA / f"{name}.npz")["tokens_16"].tolist()
+    cache, token, hidden = prefilled(model, prompt, 60)
+    graph = DecodeGraph(model, cache)
+    graph.start(token, hidden)
+    graph.cycle(4)
+    graph.step(4)
+    places = [rows.data_ptr() for rows in buffers(cache)]
+    assert any(bool(rows.any()) for rows in buffers(cache))
+    cache.clear()
+    assert cache.length == 0
+    assert [rows.data_ptr() for rows in buffers(cache)] == places
+    assert not any(bool(rows.any()) for rows in buffers(cache))
+
+
+def buffers(cache: KVCache) -> list[torch.Tensor]:
+    found = [layer.window for layer in (*cache.layers, cache.mtp)]
+    for layer in cache.layers:
+        for rows in (layer.compressed, layer.index):
+            found += [] if rows is None else [rows.values, rows.scores, rows.pool]
+    return found

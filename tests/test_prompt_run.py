@@ -85,6 +85,13 @@ def test_a_prompt_of_a_set_is_a_run_of_its_own(words: tuple[str, ...]) -> None:
     found = parts(run(*words, write(rows(*TEXTS))).path)
     for text in TEXTS[1:3] if "mtp.draft=3" in words else TEXTS[-1:]:
         assert traces(found[text[:9]]) == traces(run(*words, f"prompt={text}"))
+    if "pipeline=graph" in words:  # each width is made ready once for the whole set
+        first, *others = (one.facts["graphs"] for one in found.values())
+        assert (first["built"], first["kept"]) == ([0, 1, 2], [])
+        assert [(graphs["built"], graphs["kept"]) for graphs in others] == [([], [0, 1, 2])] * 3
+    for one in found.values():
+        graphs = one.facts.get("graphs")
+        assert graphs is None or sum(graphs["replays"].values()) == len(list(one.cycles()))
 
 
 @pytest.mark.parametrize(
