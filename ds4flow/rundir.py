@@ -23,6 +23,7 @@ Status = Literal["running", "complete", "failed", "interrupted"]
 NUMBER = "NNNN"
 """The last part of a run directory's template that stands for the next free number."""
 
+_HIGHEST = ".highest"
 _RECORD = "run.json"
 _RESERVE = ".reserve"
 _RESERVE_BYTES = 64 * 1024
@@ -34,7 +35,7 @@ def now() -> str:
 
 
 def allocate(template: str | Path) -> Path:
-    """Make the directory that `template` names and return it; `NNNN` becomes the next free number.
+    """Make the directory that `template` names and return it; `NNNN` becomes the next new number.
 
     Raises UsageError when a directory named outright exists and is not empty, Ds4FlowError when it
     cannot be made. Processes that start at once get different numbers.
@@ -56,7 +57,7 @@ def allocate(template: str | Path) -> Path:
 
 def _next_number(parent: Path) -> Path:
     parent.mkdir(parents=True, exist_ok=True)
-    number = max((int(p.name) for p in parent.iterdir() if p.name.isdecimal()), default=0) + 1
+    number = max(_kept(parent), _highest(parent)) + 1
     while True:
         path = parent / f"{number:04d}"
         try:
@@ -64,8 +65,33 @@ def _next_number(parent: Path) -> Path:
         except FileExistsError:
             number += 1
             continue
+        keep_highest(parent)
         _link_latest(parent, path.name)
         return path
+
+
+def keep_highest(parent: Path) -> None:
+    """Write down the highest number in `parent`, so that it stays taken when its run is removed.
+
+    Raises OSError when it cannot be written.
+    """
+    # Again until it holds, as a process that started earlier may have written a lower number.
+    while (kept := _kept(parent)) > _highest(parent):
+        fresh = parent / f"{_HIGHEST}-{os.getpid()}"
+        fresh.write_text(f"{kept:04d}\n")
+        fresh.replace(parent / _HIGHEST)
+
+
+def _kept(parent: Path) -> int:
+    return max((int(path.name) for path in parent.iterdir() if path.name.isdecimal()), default=0)
+
+
+def _highest(parent: Path) -> int:
+    """The highest number that was ever written down; 0 without a readable one."""
+    try:
+        return int((parent / _HIGHEST).read_text())
+    except (OSError, ValueError):
+        return 0
 
 
 def _link_latest(parent: Path, name: str) -> None:

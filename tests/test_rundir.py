@@ -24,6 +24,44 @@ def test_numbers_go_up_and_latest_follows(tmp_path: Path) -> None:
     assert allocate(template).name == "0018"
 
 
+def test_a_number_is_never_used_again(tmp_path: Path) -> None:
+    template = tmp_path / "NNNN"
+    for _ in range(3):
+        last = allocate(template)
+    last.rmdir()
+    assert allocate(template).name == "0004"
+    for path in tmp_path.glob("0*"):
+        path.rmdir()
+    assert allocate(template).name == "0005"
+
+
+@pytest.mark.parametrize("content", [None, "", "0x10", "0001\n"])
+def test_directories_count_where_the_highest_number_is_not_known(
+    tmp_path: Path, content: str | None
+) -> None:
+    (tmp_path / "0006").mkdir()
+    if content is not None:
+        (tmp_path / ".highest").write_text(content)
+    assert allocate(tmp_path / "NNNN").name == "0007"
+    assert [path.name for path in tmp_path.glob(".highest*")] == [".highest"]
+
+
+def test_a_process_that_is_late_does_not_lower_the_highest_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = Path.replace
+
+    def raced(self: Path, target: Path) -> Path:
+        if self.name.startswith(".highest") and not (tmp_path / "0002").exists():
+            (tmp_path / "0002").mkdir()
+            (tmp_path / ".highest").write_text("0002\n")
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", raced)
+    assert allocate(tmp_path / "NNNN").name == "0001"
+    assert (tmp_path / ".highest").read_text() == "0002\n"
+
+
 def test_a_number_that_another_process_took_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ds4flow.errors import Ds4FlowError, UsageError
+from ds4flow.rundir import keep_highest
 from ds4flow.runs.record import (
     LATEST,
     SWEEP,
@@ -78,10 +79,12 @@ def size(path: Path) -> int:
 def remove(path: Path) -> None:
     """Remove one directory and correct the link `latest` beside it; Ds4FlowError when it cannot.
 
+    Its number stays taken, also when an older version made it, or no run follows it.
     It leaves under another name first, so that a half-removed run is never taken for one.
     """
     leaving = path.with_name(f".removed-{path.name}-{os.getpid()}")
     try:
+        keep_highest(path.parent)
         path.rename(leaving)
         _correct_latest(path)
         shutil.rmtree(leaving)

@@ -15,6 +15,7 @@ import duckdb
 import pytest
 from click.testing import Result
 
+from ds4flow import rundir
 from ds4flow.runs.compare import first_difference
 from ds4flow.runs.record import Run
 from tests.command import ds4flow
@@ -200,6 +201,12 @@ def test_rm_asks_and_corrects_the_link(here: Path) -> None:
     runs("rm", "latest", "demo/latest", "--yes")
     assert list(Path("runs").rglob("run.json")) == []
     assert not (folder / "latest").is_symlink()
+
+
+def test_a_removed_number_stays_taken(here: Path) -> None:
+    (here / "runs/demo/.highest").unlink()  # as in runs of an older version
+    runs("rm", "demo/2", "demo/1", "--yes")
+    assert rundir.allocate(here / "runs/demo/NNNN").name == "0003"
 
 
 def test_rm_by_condition(here: Path) -> None:
