@@ -21,6 +21,7 @@ __all__ = [
     "assemble",
     "key_of",
     "literal",
+    "over_the_sweep",
     "quoted",
     "refuse_two_prompts",
 ]
@@ -128,7 +129,12 @@ def _refuse_sweep(variable: Variable, losers: Iterable[str], *, multirun: bool) 
 
     for word in losers if multirun else ():
         if OverridesParser.create().parse_override(word).is_sweep_override():
-            raise UsageError(
-                f"{variable.name}={variable.value} would override the sweep {word}",
-                f"unset {variable.name}, or leave {variable.key} out of the sweep",
-            )
+            raise over_the_sweep(variable, word)
+
+
+def over_the_sweep(variable: Variable, word: str) -> UsageError:
+    """The refusal of a variable whose key is swept, by `word`: it would win in every job."""
+    return UsageError(
+        f"{variable.name}={variable.value} would override the sweep {word}",
+        f"unset {variable.name}, or leave {variable.key} out of the sweep",
+    )

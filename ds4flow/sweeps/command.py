@@ -21,7 +21,7 @@ from ds4flow.config import sweep_words, swept, validate_all
 from ds4flow.errors import UsageError
 from ds4flow.execute import hand_over, new_directory
 from ds4flow.explain import explained
-from ds4flow.overrides import Flag, assemble, key_of, quoted
+from ds4flow.overrides import Flag, assemble, key_of, over_the_sweep, quoted
 from ds4flow.recorded import Terminated, terminable
 from ds4flow.rundir import RunDir
 from ds4flow.runs.record import resolve_run
@@ -212,11 +212,7 @@ def _refuse(words: Sequence[str], first: DictConfig) -> None:
     params = OmegaConf.select(first, "hydra.sweeper.params") or {}
     for variable in env.read():
         if variable.key in params:
-            raise UsageError(
-                f"{variable.name}={variable.value} would override the sweep "
-                f"{variable.key}={params[variable.key]}",
-                f"unset {variable.name}, or leave {variable.key} out of the sweep",
-            )
+            raise over_the_sweep(variable, f"{variable.key}={params[variable.key]}")
     if any(key_of(word) == "hydra.sweep.subdir" for word in words):
         raise UsageError(
             "hydra.sweep.subdir cannot be set: the jobs of a sweep lie in numbered directories",
