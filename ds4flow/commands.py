@@ -94,7 +94,10 @@ def inspect(
     convert: bool,
     output: Path | None,
 ) -> None:
-    """Say what GGUF files are, whether they run and what that costs; exit 1 when one cannot run."""
+    """Say what GGUF files are, whether they run and what that costs.
+
+    Exit 1 when one cannot run, 3 when one is cut short.
+    """
     from ds4flow.doctor import inspect_command
 
     sys.exit(inspect_command(paths, json_output, context, bandwidth, convert, output))

@@ -46,7 +46,12 @@ class ModelFileError(Ds4FlowError):
 
 
 class TruncatedFileError(ModelFileError):
-    """A model file that ends before its own header says it does; not a missing tensor."""
+    """A model file that ends before its own header says it does: exit code 3.
+
+    It has to be fetched again; what lacks a tensor is complete, and fetching it again is in vain.
+    """
+
+    exit_code = 3
 
 
 class NumericsError(Ds4FlowError):

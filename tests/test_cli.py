@@ -108,6 +108,20 @@ def test_bad_input_fails_with_code_1_and_is_recorded(name: str) -> None:
     assert facts("runs/bad/0001")["error"]
 
 
+def test_report_49_a_complete_file_is_not_called_truncated(golden_dir: Path) -> None:
+    data = (golden_dir / "tiny-f32.gguf").read_bytes()
+    lacks = data.replace(b"blk.3.attn_norm.weight", b"blk.3.attn_mean.weight")
+    for name, content, code, words in (
+        ("cut.gguf", data[:-1000], 3, "found"),
+        ("lacks.gguf", lacks, 1, "missing: blk.3.attn_norm.weight"),
+    ):
+        Path(name).write_bytes(content)
+        result = ds4flow("run", "-p", "x", "--model", name, code=code)
+        assert words in " ".join(error_lines(result))
+        assert words in " ".join(ds4flow("inspect", name, code=code).stdout.split())
+    ds4flow("inspect", "--convert-mtp", "cut.gguf", code=3)
+
+
 @pytest.mark.parametrize(
     "text",
     [

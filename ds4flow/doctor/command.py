@@ -14,7 +14,7 @@ from ds4flow.doctor.convert import convert_mtp
 from ds4flow.doctor.examine import examine
 from ds4flow.doctor.report import FileReport
 from ds4flow.doctor.show import print_report
-from ds4flow.errors import ModelFileError, UsageError
+from ds4flow.errors import ModelFileError, TruncatedFileError, UsageError
 from ds4flow.gguf import GgufFile
 
 
@@ -26,7 +26,9 @@ def inspect_command(
     convert: bool,
     output: Path | None,
 ) -> int:
-    """Print the report on `paths`, as JSON if asked; return the exit code, 1 if a file cannot run.
+    """Print the report on `paths`, as JSON if asked; return the exit code.
+
+    It is 1 if a file cannot run, and that of TruncatedFileError if one is cut short.
 
     With `convert` the one MTP file among them is written to `output` in the other layout instead;
     a main file among them lends what the nextn layout repeats. Raises UsageError and the errors of
@@ -41,13 +43,16 @@ def inspect_command(
         click.echo(report.to_json())
     else:
         print_report(report, Console())
+    if any(file.truncated for file in report.files):
+        return TruncatedFileError.exit_code
     return 0 if report.ok else 1
 
 
 def _convert(files: Sequence[FileReport], output: Path | None, json_output: bool) -> int:
     for file in files:
         if file.role == "unreadable":
-            raise ModelFileError(file.problems[0].what, file.problems[0].fix)
+            kind = TruncatedFileError if file.truncated else ModelFileError
+            raise kind(file.problems[0].what, file.problems[0].fix)
     with_block = [file for file in files if file.drafter is not None and file.drafter.layout]
     blocks = [file for file in with_block if file.role == "mtp"] or with_block
     if len(blocks) != 1:
