@@ -207,7 +207,7 @@ def test_inspect_prints_and_exits(tiny: Path, tmp_path: Path) -> None:
     assert report["ok"] is True
     bad = tmp_path / "cut.gguf"
     bad.write_bytes(tiny.read_bytes()[:5000])
-    assert ds4flow("inspect", str(bad)).exit_code == 1
+    assert ds4flow("inspect", str(bad)).exit_code == 3
     assert ds4flow("inspect").exit_code == 2
 
 
