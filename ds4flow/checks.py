@@ -17,6 +17,7 @@ SEE = "see what there is with: ds4flow run --cfg job"
 def check(config: DictConfig) -> None:
     """Raise UsageError for an unknown key, and for a value missing or out of its limits."""
     used = {name for role in ROLES for name in config.pipeline[role]}
+    used.update(config.pipeline.on_gpu or ())
     for name in used:
         if not OmegaConf.is_dict(config.get(name)):
             groups = [str(key) for key in config if OmegaConf.is_dict(config.get(key))]

@@ -215,5 +215,6 @@ def _missing_groups(points: Sequence[Sequence[str]], config_dir: str | Path | No
         if choosing or config_dir is not None:
             config = _compose(choosing, config_dir)
             named = [name for role in schema.ROLES for name in config.pipeline[role]]
+            named += config.pipeline.on_gpu or []
             names |= dict.fromkeys(name for name in named if name not in config)
     return [name for name in names if not any(key_of(w) == name for w in points[0])]

@@ -111,6 +111,17 @@ def _fixed(choice: DeviceChoice, *, explicit: bool) -> DeviceChoice:
     return choice._replace(kernels="static")
 
 
+def graph_obstacle(choice: DeviceChoice, processes: int = 1) -> str:
+    """Why a cycle that runs so cannot be captured as a graph; empty when it can."""
+    if processes > 1:
+        return "the exchange between processes is not captured"
+    if choice.name != "cuda":
+        return f"graphs are captured on CUDA devices, and the cache lies on {choice.name}"
+    if choice.kernels != "gpu":
+        return "torch operations are not captured; runtime.kernels=gpu is"
+    return ""
+
+
 def choose_device(runtime: str) -> DeviceChoice:
     """The device for `runtime=cuda|rocm|mps|cpu|auto`.
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 
 from ds4flow.cache import KVCache
+from ds4flow.device import DeviceChoice, graph_obstacle
 from ds4flow.errors import NumericsError, UsageError
 from ds4flow.kernels.gpu.static import DeviceKernels, StaticKernels
 from ds4flow.kernels.interface import LayerRows
@@ -440,10 +441,8 @@ class DecodeGraph:
 def _mode(device: torch.device, kernels: DeviceKernels, eager: bool) -> tuple[str, str]:
     if eager:
         return "eager", "runtime.eager=true asks for it"
-    if hasattr(kernels, "group"):
-        return "eager", "the exchange between processes is not captured"
-    if device.type != "cuda":
-        return "eager", f"graphs are captured on CUDA devices, and the cache lies on {device}"
-    if isinstance(kernels, StaticKernels):
-        return "eager", "torch operations are not captured; runtime.kernels=gpu is"
-    return "graph", "captured once per verify width"
+    name = "static" if isinstance(kernels, StaticKernels) else "gpu"
+    group = getattr(kernels, "group", None)
+    choice = DeviceChoice(device.type, name, "the kernels of the model")
+    obstacle = graph_obstacle(choice, 1 if group is None else group.world)
+    return ("eager", obstacle) if obstacle else ("graph", "captured once per verify width")

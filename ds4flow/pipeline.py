@@ -158,6 +158,11 @@ class Stage:
         """Stages with equal keys share equal things. Unless a stage knows better: all its keys."""
         return type(self), *(getattr(self, item.name) for item in fields(self) if item.init)
 
+    @classmethod
+    def unfit(cls, values: Mapping[str, Any]) -> str:
+        """Why a stage with these keys cannot stand in `pipeline.on_gpu`; empty when it can."""
+        return ""
+
     def prepare(self, state: State) -> None:
         """Called once between setup and the first cycle, outside of every measured time."""
 
@@ -179,9 +184,11 @@ class Pipeline:
         setup: Sequence[str],
         cycle: Sequence[str],
         observe: Sequence[str] = (),
+        note: str = "",
     ) -> None:
         self.stages = stages
         self.setup, self.cycle, self.observe = setup, cycle, observe
+        self.note = note  # how the cycle came to be chosen, if that must be told
         self._writers: dict[str, list[str]] = {}
         for name, stage in stages.items():
             for item in stage.writes:
@@ -239,6 +246,9 @@ class Pipeline:
         try:
             for name in self.setup:
                 self._step(name, state)
+            if self.note:
+                state.run.record(decode={"mode": "stages", "why": self.note})
+                print(f"decoding: stage by stage ({self.note})", file=sys.stderr)
             for name in dict.fromkeys((*self.cycle, *self.observe)):
                 self.stages[name].prepare(state)
             start = time.perf_counter_ns()

@@ -21,7 +21,7 @@ DEVICES = ("auto", "cuda", "rocm", "mps", "cpu")
 METRICS = ("tokens_per_second", "mean_acceptance_length", "draft_acceptance_rate")
 
 ROLES = ("setup", "cycle", "observe")
-"""The lists of stages in the group `pipeline`."""
+"""The lists of stages in the group `pipeline` that every pipeline has."""
 
 
 class Limits(NamedTuple):
@@ -144,6 +144,7 @@ class Pipeline:
     setup: list[str] = knob()
     cycle: list[str] = knob()
     observe: list[str] = knob()
+    on_gpu: list[str] | None = option()  # the cycle where it can be captured as a graph
 
 
 @dataclass
@@ -239,6 +240,7 @@ class Decode(StageGroup):
     probe: bool = knob(link="mtp.probe")
     max_tokens: int = knob(link="commit.max_tokens")
     ignore_eos: bool = knob(link="commit.ignore_eos")
+    sampling: Any = knob(link="sampling")  # the group as it is
     eager: bool = knob(link="runtime.eager")
 
 

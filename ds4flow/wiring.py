@@ -25,18 +25,42 @@ class Wiring(NamedTuple):
 
     stages: dict[str, tuple[type[Stage], dict[str, Any]]]
     roles: dict[str, list[str]]
+    note: str = ""
 
     @classmethod
     def of(cls, config: DictConfig) -> Wiring:
         """Look the stages of a checked config up; UsageError."""
         roles = {role: list(config.pipeline[role]) for role in ROLES}
+        note = ""
+        if config.pipeline.on_gpu:
+            instead, note = _on_gpu(config)
+            roles["cycle"] = instead or roles["cycle"]
         names = dict.fromkeys(name for role in ROLES for name in roles[role])
-        return cls({name: _stage_values(name, config) for name in names}, roles)
+        return cls({name: _stage_values(name, config) for name in names}, roles, note)
 
     def build(self) -> Pipeline:
         """Make new stages, and wire them; UsageError."""
         stages = {name: _build_stage(name, *parts) for name, parts in self.stages.items()}
-        return Pipeline(stages, **self.roles)
+        return Pipeline(stages, **self.roles, note=self.note)
+
+
+def _on_gpu(config: DictConfig) -> tuple[list[str], str]:
+    """`pipeline.on_gpu` if it can be captured here, else nothing; and why not, where a GPU is used.
+
+    Raises what choosing the device raises.
+    """
+    from ds4flow.device import choose, graph_obstacle  # torch is slow to import
+
+    runtime, processes = config.runtime, config.runtime.tensor_parallel
+    choice = choose(runtime.device, runtime.kernels, no_gpu=runtime.no_gpu, processes=processes)
+    if choice.name != "cuda":
+        return [], ""
+    instead = list(config.pipeline.on_gpu)
+    obstacle = graph_obstacle(choice, processes)
+    for name in instead:
+        stage, values = _stage_values(name, config)
+        obstacle = obstacle or stage.unfit(values)
+    return [] if obstacle else instead, obstacle
 
 
 def _stage_values(name: str, config: DictConfig) -> tuple[type[Stage], dict[str, Any]]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from ds4flow.depth import AUTO_DEPTH_MAX, DepthPolicy, Prior
 from ds4flow.errors import UsageError
@@ -39,6 +41,7 @@ class Decode(Stage):
     probe: bool
     max_tokens: int
     ignore_eos: bool
+    sampling: dict[str, Any]
     eager: bool
     graph: DecodeGraph | None = field(default=None, init=False)
     policy: DepthPolicy | None = field(default=None, init=False)
@@ -57,6 +60,17 @@ class Decode(Stage):
                 "use draft=mtp or draft=off, or pipeline=speculative",
             )
         self.drafts = DRAFTERS[name]
+
+    @classmethod
+    def unfit(cls, values: Mapping[str, Any]) -> str:
+        """Why the graph cannot stand for the ordinary cycle: what it does not do, that does."""
+        drafter, depth = values["drafter"].rpartition(".")[2], values["depth"]
+        if drafter not in DRAFTERS:
+            return f"the graph drafts with the MTP block, and this run with {drafter}"
+        sampling = values["sampling"]
+        if depth != 0 and DRAFTERS[drafter] and sampling["temperature"] and sampling["lossless"]:
+            return "the graph drafts greedily, and this run while sampling"
+        return ""
 
     def prepare(self, state: State) -> None:
         """Make the graphs of all widths that can come, and say how decoding runs."""

@@ -6,8 +6,10 @@ from click.testing import CliRunner
 
 from ds4flow import device
 from ds4flow.cli import main
+from ds4flow.config import compose
 from ds4flow.device import check_fits, choose, choose_device, free_bytes
 from ds4flow.errors import Ds4FlowError, UsageError
+from ds4flow.wiring import Wiring, build_pipeline
 
 
 @pytest.fixture
@@ -160,3 +162,47 @@ def test_a_run_says_in_two_lines_what_is_missing(bare, runtime, tmp_path, monkey
     first, second = result.stderr.splitlines()
     assert first.startswith(f"error: runtime={runtime} cannot be used: ")
     assert second == "  use runtime=cpu, or runtime=auto to take what is there"
+
+
+def wired(*words: str) -> tuple[list[str], str]:
+    """The cycle that would run, and what is said of it."""
+    made = Wiring.of(compose(list(words)))
+    return made.roles["cycle"], made.note
+
+
+GRAPH = ["decode", "commit", "check"]
+STAGES = ["draft", "check", "verify", "commit", "check"]
+
+
+def test_auto_takes_the_graph_where_it_can_be_captured(nvidia):
+    assert wired() == wired("pipeline=greedy") == wired("runtime=cuda") == (GRAPH, "")
+    assert wired("sampling.temperature=0.8") == (GRAPH, "")
+    assert wired("runtime.eager=true") == (GRAPH, "")  # its uncaptured twin
+    assert build_pipeline(compose([])).stages["load"].choice[:2] == ("cuda", "gpu")
+    assert wired("runtime=cpu") == wired("runtime.no_gpu=true") == (STAGES, "")
+    assert wired("pipeline=speculative") == (STAGES, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["draft=lying"], "the graph drafts with the MTP block, and this run with LyingDrafter"),
+        (
+            ["sampling.temperature=0.8", "sampling.lossless=true"],
+            "the graph drafts greedily, and this run while sampling",
+        ),
+        (["runtime.tensor_parallel=2"], "the exchange between processes is not captured"),
+        (
+            ["runtime.device=cuda", "runtime.kernels=reference"],
+            "torch operations are not captured; runtime.kernels=gpu is",
+        ),
+    ],
+)
+def test_auto_says_why_it_does_not_take_the_graph(nvidia, words, why):
+    assert wired(*words) == (STAGES, why)
+
+
+def test_auto_runs_stage_by_stage_without_a_gpu(bare, monkeypatch):
+    assert wired() == (STAGES, "")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert wired() == (STAGES, "")

@@ -22,9 +22,11 @@ from triton.compiler import ASTSource
 from ds4flow.cache import KVCache
 from ds4flow.kernels.gpu.backend import GpuKernels
 from ds4flow.kernels.gpu.launch import Options
+from ds4flow.kernels.gpu.pack import TYPES as PACKED
 from ds4flow.model.layer import layer_forward
 from ds4flow.model.profile import find_profile
 from ds4flow.model.rope import Rope
+from ds4flow.quants import QTensor
 from ds4flow.synth.presets import FLASH
 from ds4flow.synth.rehearsal import Synthesis, shortened
 
@@ -141,12 +143,29 @@ def step(compiler: Compiler, mix: str, profile: str, count: int) -> None:
     kernels.linear(kernels.hc_head(streams, mtp.head.hc, mtp.head.norm), trunk.output)
 
 
+def products(compiler: Compiler) -> None:
+    """A product with a weight of every type."""
+    meta = torch.device("meta")
+    config = shortened(FLASH, 1)
+    kernels = GpuKernels(config, find_profile("plain"), device=meta, launcher=compiler)
+    synth = Synthesis(config, "q2", meta)
+    x = torch.zeros(3, config.dim, device=meta)
+    for kind in PACKED:
+        if kind == "BF16":
+            data = torch.zeros(512, config.dim, dtype=torch.bfloat16, device=meta)
+            weight = QTensor("bf16", kind, (512, config.dim), data)
+        else:
+            weight = synth.matrix(kind, 512, config.dim)
+        kernels.linear(x, weight)
+
+
 def main() -> None:
     """Compile for the architecture on the command line, all kernels or those named."""
     compiler = Compiler(int(sys.argv[1]), sys.argv[2:])
     step(compiler, "q2", "official", 3)
     step(compiler, "q4", "plain", 1)
     step(compiler, "mxfp4", "plain", 1)
+    products(compiler)
     for failure in compiler.failures:
         print(failure, file=sys.stderr)
     print(json.dumps(list(compiler.results.values())))
