@@ -141,7 +141,7 @@ def run(overrides: tuple[str, ...], short_m: str | None, **options: Any) -> None
 
     from ds4flow import env
     from ds4flow.config import asks_for_sweep, validate_all
-    from ds4flow.execute import hand_over, in_directory, new_directory
+    from ds4flow.execute import hand_over, new_directory, run_composed
     from ds4flow.overrides import assemble
 
     flags, config_dir = _flags(options, words), options["config_dir"]
@@ -162,23 +162,24 @@ def run(overrides: tuple[str, ...], short_m: str | None, **options: Any) -> None
             "give torchrun one run, without several values for a key",
         )
     words, configs = validate_all(words, config_dir=config_dir, multirun=multirun)
-    arguments = [*showing, *(["--config-dir", config_dir] if config_dir else [])]
     ranks = env.ranks()
     if ranks is not None and ranks.rank > 0:
-        from ds4flow.followers import silent
+        if not showing:
+            from ds4flow.followers import silent
 
-        with silent(ranks.rank) as folder:
-            hand_over([*arguments, *in_directory(words, folder)])
+            with silent(ranks.rank) as folder:
+                run_composed(configs[0], folder, config_dir=config_dir)
         return
     for notice in notices:
         click.echo(notice, err=True)
-    if multirun and not showing:
+    if showing:
+        hand_over([*showing, *(["--config-dir", config_dir] if config_dir else []), *words])
+    elif multirun:
         from ds4flow import sweeps
 
         sys.exit(sweeps.start(sweeps.Given(typed, tuple(flags), config_dir), words, configs))
-    if not showing:
-        words = in_directory(words, new_directory(configs[0]))
-    hand_over([*arguments, *words])
+    else:
+        run_composed(configs[0], new_directory(configs[0]), config_dir=config_dir)
 
 
 def _flags(options: dict[str, Any], words: Sequence[str]) -> list[Flag]:

@@ -5,14 +5,18 @@ Every mistake that a user can make in a config is a UsageError of two lines, Hyd
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir, initialize_config_module
+from hydra._internal.hydra import Hydra
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Transformer, ValueType
 from hydra.types import RunMode
@@ -22,11 +26,10 @@ from ds4flow import schema
 from ds4flow.checks import check
 from ds4flow.errors import UsageError
 from ds4flow.explain import explained
-from ds4flow.overrides import key_of, quoted
+from ds4flow.overrides import key_of
 
 CONF = "ds4flow.conf"
 
-_SEARCH_PATH = "hydra.searchpath"
 _CHOOSES_STAGES = re.compile(r"(pipeline|experiment|hydra\.searchpath)\b")
 _CHOOSES_MODE = re.compile(r"(experiment|hydra\.searchpath|hydra\.mode)\b")
 
@@ -46,8 +49,8 @@ def compose(
     beside the shipped YAML, for which a copy may stand in (`shipped`, as a sweep keeps one). With
     `hydra` the result keeps Hydra's own node. Raises UsageError.
     """
-    with _initialized(shipped), explained():
-        full = _compose(overrides, config_dir)
+    with initialized(config_dir, shipped=shipped), explained():
+        full = _compose(overrides)
         config = full.copy()
         with open_dict(config):
             del config["hydra"]
@@ -78,9 +81,10 @@ def validate_all(
     try:
         configs = _compose_all(overrides, config_dir, multirun=multirun)
     except UsageError:
-        with _initialized(), explained():
+        with initialized(config_dir), explained():
             found = list(_points(overrides, multirun=multirun))
-            added = [f"+{name}=default" for name in _missing_groups(found, config_dir)]
+            further = config_dir is not None
+            added = [f"+{name}=default" for name in _missing_groups(found, further=further)]
         if not added:
             raise
         configs = _compose_all([*overrides, *added], config_dir, multirun=multirun)
@@ -96,8 +100,8 @@ def asks_for_sweep(overrides: Sequence[str], *, config_dir: str | Path | None = 
     if not choosing:
         return False
     try:
-        with _initialized(), explained():
-            return _compose(choosing, config_dir).hydra.mode == RunMode.MULTIRUN
+        with initialized(config_dir), explained():
+            return _compose(choosing).hydra.mode == RunMode.MULTIRUN
     except UsageError:
         return False
 
@@ -139,46 +143,48 @@ def _compose_all(
     overrides: Sequence[str], config_dir: str | Path | None, *, multirun: bool
 ) -> list[DictConfig]:
     """Compose every point, to find mistakes; the first with Hydra's node."""
-    with _initialized(), explained():
+    with explained():
         found = list(_points(overrides, multirun=multirun))
     first = compose(found[0], config_dir=config_dir, hydra=True)
     words = sweep_words(overrides, first) if multirun else list(overrides)
     if words != list(overrides):
-        with _initialized(), explained():
+        with explained():
             found = list(_points(words, multirun=True))
         first = compose(found[0], config_dir=config_dir, hydra=True)
     return [first, *(compose(point, config_dir=config_dir) for point in found[1:])]
 
 
 @contextmanager
-def _initialized(shipped: Path | None = None) -> Iterator[None]:
-    if shipped is None:
-        with initialize_config_module(CONF, version_base="1.3"):
-            yield
-    else:
-        with initialize_config_dir(str(shipped.resolve()), version_base="1.3"):
-            yield
+def initialized(
+    config_dir: str | Path | None = None, *, shipped: Path | None = None
+) -> Iterator[None]:
+    """Hydra with the shipped YAML and `config_dir`, as its own `--config-dir` would have it.
 
-
-def _compose(overrides: Sequence[str], config_dir: str | Path | None) -> DictConfig:
-    words = list(overrides)
-    if config_dir is not None:
-        words = [word for word in words if key_of(word) != _SEARCH_PATH]
-        words.append(_search_path(overrides, config_dir))
-    return hydra_compose("config", overrides=words, return_hydra_config=True)
-
-
-def _search_path(overrides: Sequence[str], config_dir: str | Path) -> str:
-    """`--config-dir` as an override, together with the folders that the user searches already."""
-    folder = Path(config_dir).resolve()
-    if not folder.is_dir():
+    `shipped`: a copy of the shipped YAML. Raises UsageError when `config_dir` is not a folder.
+    """
+    if config_dir is not None and not Path(config_dir).is_dir():
         raise UsageError(f"--config-dir {config_dir} is not a folder", "give a folder with YAML")
-    paths = [f"file://{folder}"]
-    for word in overrides:
-        if key_of(word) == _SEARCH_PATH:
-            own = OverridesParser.create().parse_override(word).value()
-            paths += [str(path) for path in own] if isinstance(own, list) else [str(own)]
-    return f"{_SEARCH_PATH}=[{','.join(quoted(path) for path in paths)}]"
+    hydra: AbstractContextManager[None] = (
+        initialize_config_module(CONF, version_base="1.3")
+        if shipped is None
+        else initialize_config_dir(str(shipped.resolve()), version_base="1.3")
+    )
+    with hydra:
+        if config_dir is not None:
+            _search_also(os.path.abspath(config_dir))
+        yield
+
+
+def _search_also(folder: str) -> None:
+    """What Hydra does for `--config-dir`, and has no other way to ask for."""
+    path = GlobalHydra.instance().config_loader().get_search_path()
+    path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
+    GlobalHydra.instance().clear()
+    Hydra.create_main_hydra2("ds4flow", path)
+
+
+def _compose(overrides: Sequence[str]) -> DictConfig:
+    return hydra_compose("config", overrides=list(overrides), return_hydra_config=True)
 
 
 def _points(overrides: Sequence[str], *, multirun: bool) -> Iterator[list[str]]:
@@ -203,8 +209,10 @@ def _choices(override: Override) -> list[str]:
     return [f"{override.get_key_element()}={value}" for value in values]
 
 
-def _missing_groups(points: Sequence[Sequence[str]], config_dir: str | Path | None) -> list[str]:
+def _missing_groups(points: Sequence[Sequence[str]], *, further: bool) -> list[str]:
     """Stages that a pipeline names and that have a group, but no place in the config yet.
+
+    `further`: there is YAML beside the shipped one.
 
     They are added, so that a new stage needs one name in a pipeline YAML and no second one in a
     defaults list.
@@ -212,8 +220,8 @@ def _missing_groups(points: Sequence[Sequence[str]], config_dir: str | Path | No
     names: dict[str, None] = {}
     for point in points:
         choosing = [word for word in point if _CHOOSES_STAGES.match(key_of(word))]
-        if choosing or config_dir is not None:
-            config = _compose(choosing, config_dir)
+        if choosing or further:
+            config = _compose(choosing)
             named = [name for role in schema.ROLES for name in config.pipeline[role]]
             named += config.pipeline.on_gpu or []
             names |= dict.fromkeys(name for name in named if name not in config)

@@ -7,25 +7,32 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.utils import run_and_report
 from hydra.conf import HydraConf
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import configure_log, run_job
 from hydra.errors import CompactHydraException
-from hydra.types import RunMode
+from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 
-import ds4flow.config  # noqa: F401 - registers the schema, also in a launcher's process
 from ds4flow import origin, rundir
 from ds4flow.checks import check
+from ds4flow.config import initialized  # registers the schema, also in a launcher's process
 from ds4flow.errors import Ds4FlowError
 from ds4flow.explain import explained
 from ds4flow.objective import score
 from ds4flow.overrides import key_of, quoted, refuse_two_prompts
 from ds4flow.provenance import PARENT, provenance
+from ds4flow.quoting import uninterpolated
 from ds4flow.recorded import exit_code, recorded, terminable
 from ds4flow.rundir import RunDir
 from ds4flow.runs.record import Run
@@ -90,14 +97,44 @@ def new_directory(config: DictConfig, key: str = RUN_DIRECTORY) -> Path:
     return rundir.allocate(template)
 
 
-def in_directory(words: Sequence[str], path: str | Path) -> list[str]:
-    """The overrides of a run that shall lie in `path`."""
-    kept = [word for word in words if key_of(word) != RUN_DIRECTORY]
-    return [*kept, f"{RUN_DIRECTORY}={quoted(str(path))}"]
+def run_composed(
+    config: DictConfig, path: str | Path, *, config_dir: str | Path | None = None
+) -> None:
+    """Run a checked config in the directory `path`, as Hydra would after composing it again.
+
+    `config` carries Hydra's node, which becomes what it would be if `path` had been typed;
+    `config_dir` is what it was composed with.
+    """
+    node = config.hydra
+    words = [word for word in node.overrides.hydra if key_of(word) != RUN_DIRECTORY]
+    words.append(f"{RUN_DIRECTORY}={quoted(str(path))}")
+    if node.mode is None:
+        node.mode = RunMode.RUN
+        words.append("hydra.mode=RUN")
+    node.run.dir = uninterpolated(str(path))
+    node.overrides.hydra = words
+    with initialized(config_dir):
+        run_and_report(lambda: _run_job(config))
+
+
+def _run_job(config: DictConfig) -> None:
+    """The part of Hydra's own start of a run that follows composing."""
+    configure_log(config.hydra.hydra_logging, config.hydra.verbose)
+    callbacks = Callbacks(config)
+    callbacks.on_run_start(config=config, config_name="config")
+    done = run_job(
+        task_function=job,
+        config=config,
+        job_dir_key=RUN_DIRECTORY,
+        job_subdir_key=None,
+        hydra_context=HydraContext(GlobalHydra.instance().config_loader(), callbacks),
+    )
+    callbacks.on_run_end(config=config, config_name="config", job_return=done)
+    _ = done.return_value  # raises what stopped the job
 
 
 def hand_over(arguments: list[str]) -> None:
-    """Call Hydra's entry point, which reads `sys.argv`."""
+    """Call Hydra's entry point, which reads `sys.argv`: for a sweep, and to show a config."""
     before = sys.argv
     sys.argv = ["ds4flow", *arguments]
     try:
@@ -113,25 +150,37 @@ def execute(config: DictConfig, node: HydraConf) -> float | None:
     """
     run = RunDir.create(node.runtime.output_dir, _facts(config, node))
     with recorded(run), terminable():
-        tree, patch = origin.source_tree()
-        run.record(git=tree)
-        if patch:
-            run.write("source.patch", patch)
-        check(config)
-        refuse_two_prompts([*node.overrides.task, f"prompts={config.prompts or 'null'}"])
-        # This imports torch, which a wrong config must not wait for.
-        from ds4flow.prompt_run import perform
+        with _source_tree_recorded(run):
+            if node.mode == RunMode.MULTIRUN:
+                check(config)  # a single run's config was checked when it was composed
+            refuse_two_prompts([*node.overrides.task, f"prompts={config.prompts or 'null'}"])
+            # This imports torch, which a wrong config must not wait for.
+            from ds4flow.prompt_run import perform
 
         _log.info("run started in %s", run.path)
         perform(config, run)
     return score(Run.open(run.path).summary, config.objective.metric, config.objective.max_relaxed)
 
 
+@contextmanager
+def _source_tree_recorded(run: RunDir) -> Iterator[None]:
+    """Record the state of the source tree; git looks at it while torch is imported."""
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(origin.source_tree)
+        try:
+            yield
+        finally:
+            tree, patch = found.result()
+            run.record(git=tree)
+            if patch:
+                run.write("source.patch", patch)
+
+
 def _facts(config: DictConfig, node: HydraConf) -> dict[str, Any]:
     parent = OmegaConf.select(config, PARENT)
     return {
         **({} if parent is None else {"parent": OmegaConf.to_container(parent)}),
-        "command": [Path(sys.argv[0]).name, *node.overrides.task],
+        "command": ["ds4flow", *node.overrides.task],
         "identity": "exact",
         "versions": origin.versions(),
         "machine": origin.machine(),

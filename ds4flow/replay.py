@@ -49,20 +49,19 @@ def replay_command(
     config_dir: str | None,
 ) -> int:
     """Replay `run` and say what came out; 1 when the output differs and nothing was overridden."""
-    from ds4flow.execute import hand_over, in_directory, new_directory
+    from ds4flow.execute import new_directory, run_composed
 
     name = label(run.path, root)
     folder = config_dir or _recorded_config_dir(run)
     if other_weights:  # their recorded digests would refuse them
         drop = [*drop, *(key for key in _DIGESTS if key in run.config)]
     plan = make_plan(run, name, typed, drop=drop, config_dir=folder)
-    words, first = validate(plan.words, config_dir=folder)
+    _, first = validate(plan.words, config_dir=folder)
     for notice in plan.notices:
         print(notice, file=sys.stderr)
     check_weights(run, name, first, other_weights=other_weights)
     path = new_directory(first)
-    arguments = ["--config-dir", folder] if folder else []
-    hand_over([*arguments, *in_directory(words, path)])
+    run_composed(first, path, config_dir=folder)
     same = report_outcome(run, Run.open(path), name)
     return 1 if plan.same and not same else 0
 

@@ -34,7 +34,7 @@ def take(composed: DictConfig, sweep: Path) -> list[str]:
     for source in composed.hydra.runtime.config_sources:
         if source.provider == "main":
             _copy(_root(source.schema, source.path), sweep / FOLDER / SHIPPED)
-        elif source.provider.startswith(_SEARCHED):
+        elif source.provider.startswith(("command-line", _SEARCHED)):
             name = f"more-{len(further) + 1}"
             _copy(_root(source.schema, source.path), sweep / FOLDER / name)
             further.append(name)
