@@ -12,6 +12,7 @@ from ds4flow.gguf import GgufFile
 from ds4flow.kernels import numerics
 from ds4flow.kernels.cpu import CpuKernels, lanes, rows
 from ds4flow.kernels.cpu.library import library
+from ds4flow.kernels.cpu.linking import entry
 from ds4flow.kernels.interface import LayerRows
 from ds4flow.kernels.reference import ReferenceKernels
 from ds4flow.model.layer import attention
@@ -64,7 +65,7 @@ def softplus_rows(
 def apply(function, x: torch.Tensor) -> torch.Tensor:
     y = torch.empty_like(x)
     address = library.address(function)
-    library.enter()(address, x.data_ptr(), y.data_ptr(), *x.shape, 0, 0, 0, 0, 0)
+    entry(release=False)(address, x.data_ptr(), y.data_ptr(), *x.shape, 0, 0, 0, 0, 0)
     return y
 
 

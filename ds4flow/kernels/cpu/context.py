@@ -6,7 +6,6 @@ Promise: room only grows, so an address that a call has been given stays good fo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from ds4flow.kernels.cpu import (
 )
 from ds4flow.kernels.cpu.formats import lookup_tables
 from ds4flow.kernels.cpu.library import library
+from ds4flow.kernels.cpu.linking import entry
 from ds4flow.kernels.cpu.records import Records, address, put, put_float, record
 from ds4flow.kernels.cpu.threads import pool
 from ds4flow.model.config import ModelConfig
@@ -86,7 +86,7 @@ class Context:
         self._pool = pool(self.threads) if self.threads > 1 else None
         self._record = self._make()
         self.at = address(self._record)
-        self._call: Any = library.enter(release=self._pool is not None)
+        self._call = entry(release=self._pool is not None)
 
     def _make(self) -> np.ndarray:
         config, made = self.config, record(layout.CONTEXT_SIZE)

@@ -1,8 +1,9 @@
 """Compilation of the kernels: each once, on demand, kept on disk between runs.
 
 A kernel takes and returns int64 only, so it has one specialisation and can be called by address
-from Python and from other kernels. Compiled code is keyed by the CPU (by numba) and by the text of
-this package.
+from Python and from other kernels. Compiled code is keyed by the CPU, by the versions of LLVM and
+numba, and by the text of this package; it is kept here and not by numba, because reading it back
+through numba sets up all of numba's compiler, which takes longer than everything else.
 """
 
 from __future__ import annotations
@@ -10,11 +11,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,9 @@ import numba
 from numba import types
 from numba.core import config as numba_config
 from numba.misc.appdirs import AppDirs
+
+from ds4flow.kernels.cpu.linking import link, machine
+from ds4flow.kernels.cpu.store import ObjectStore, Stored, raising
 
 config: Any = numba_config  # its settings are made at run time
 log = logging.getLogger("ds4flow.kernels.cpu")
@@ -51,46 +53,28 @@ _SOURCES = _digest()  # of the sources as they are imported, should they change 
 def cache_folder() -> Path:
     """Folder of the compiled code: below NUMBA_CACHE_DIR, else below numba's folder of the user.
 
-    Its name holds a digest of this package's sources, because numba itself compares the file of a
-    kernel only, not the files that it is built from.
+    Its name holds a digest of this package's sources: a kernel is built from many of its files.
     """
     base = config.CACHE_DIR or AppDirs(appname="numba", appauthor=False).user_cache_dir
     return Path(base) / f"ds4flow-{_SOURCES}"
-
-
-@contextmanager
-def _numba_cache() -> Iterator[bool]:
-    """Point numba's cache to our folder meanwhile; yields False when that cannot be written."""
-    folder = cache_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        usable = os.access(folder, os.W_OK)
-    except OSError:
-        usable = False
-    before = config.CACHE_DIR
-    if usable:
-        config.CACHE_DIR = str(folder)
-    try:
-        yield usable
-    finally:
-        config.CACHE_DIR = before
 
 
 class Library:
     """Compiled kernels by function; `address` compiles what is not there yet."""
 
     def __init__(self) -> None:
-        self._compiled: dict[Callable[..., int], Any] = {}
+        self._addresses: dict[Callable[..., int], int] = {}
+        self._made: list[Any] = []  # keeps alive what numba compiled in this process
         self.compiled = 0
         self.loaded = 0
         self.seconds = 0.0
-        self._entries: dict[str, Any] = {}
 
     def address(self, function: Callable[..., int]) -> int:
         """Address of the machine code of a kernel (int64 arguments, int64 result)."""
-        if function not in self._compiled:
-            self._compiled[function] = self._compile(function)
-        return int(self._compiled[function].address)
+        found = self._addresses.get(function)
+        if found is None:
+            found = self._addresses[function] = self._find(function)
+        return found
 
     def build(self, functions: Sequence[Callable[..., int]]) -> None:
         """Compile or load some kernels; says so on stderr once one had to be compiled.
@@ -107,43 +91,36 @@ class Library:
             took = f"{self.seconds - started:.0f} s, kept in {cache_folder()}"
             print(f" ({took})", file=sys.stderr, flush=True)
 
-    def _compile(self, function: Callable[..., int]) -> Any:
+    def _find(self, function: Callable[..., int]) -> int:
+        """Link the stored object code of a kernel, or compile it and store it."""
+        store = ObjectStore(cache_folder())
+        name = _file_name(function)
+        stored = store.read(name)
+        if stored is not None:
+            self.loaded += 1
+            return link(stored)
+        started = time.perf_counter()
         arity = len(inspect.signature(function).parameters)
         kind = types.int64(*[types.int64] * arity)
-        started = time.perf_counter()
-        with _numba_cache() as cached:
-            if not cached:
-                log.warning("compiled kernels are not kept: %s is not writable", cache_folder())
-            made = numba.cfunc(kind, cache=cached, **OPTIONS)(function)
+        made: Any = numba.cfunc(kind, **OPTIONS)(function)
         took = time.perf_counter() - started
         self.seconds += took
-        if made.cache_hits:
-            self.loaded += 1
-        else:
-            self.compiled += 1
-            log.info("compiled %s in %.1f s", function.__name__, took)
-        return made
+        self.compiled += 1
+        log.info("compiled %s in %.1f s", function.__name__, took)
+        self._made.append(made)
+        _, _, (code, _) = made._library.serialize_using_object_code()
+        if not store.write(name, Stored(made.native_name, raising(made.inspect_llvm()), code)):
+            log.warning("compiled kernels are not kept: %s is not writable", store.folder)
+        return int(made.address)
 
-    def enter(self, *, release: bool = False) -> Any:
-        """The function that Python calls: kernel address and nine int64 arguments.
 
-        `release`: other Python threads go on meanwhile, the pool's workers for instance.
-        """
-        return self._entry("enter_and_release" if release else "enter", 10)
-
-    def serve(self) -> Any:
-        """The function of a worker thread (see `entry.serve`)."""
-        return self._entry("serve", 4)
-
-    def _entry(self, name: str, arity: int) -> Any:
-        if name not in self._entries:
-            with _numba_cache() as cached:
-                from ds4flow.kernels.cpu import entry
-
-                kind = types.int64(*[types.int64] * arity)
-                make = numba.njit(kind, cache=cached, error_model="numpy", nogil=name != "enter")
-                self._entries[name] = make(getattr(entry, name))
-        return self._entries[name]
+def _file_name(function: Callable[..., int]) -> str:
+    """The name of a kernel among stored ones; with its module's digest if not of this package."""
+    module = function.__module__.removeprefix(f"{__package__}.")
+    if module == function.__module__:
+        source = Path(inspect.getfile(function)).read_bytes()
+        module += f"-{hashlib.sha256(source).hexdigest()[:16]}"
+    return f"{module}.{function.__name__}-{machine()}-{numba.__version__}.o"
 
 
 library = Library()

@@ -32,6 +32,7 @@ from ds4flow.kernels.cpu.layout import (
     CONTROL_WORD,
 )
 from ds4flow.kernels.cpu.library import helper, library
+from ds4flow.kernels.cpu.linking import entry
 
 SHARES_PER_THREAD = 4
 MASK = (1 << 20) - 1
@@ -77,7 +78,9 @@ def runner(context: int, kernel: int) -> int:
     return 0
 
 
-def worker(control: int, thread: int, patience: int) -> int:
+def worker(
+    control: int, thread: int, patience: int, a: int, b: int, c: int, d: int, e: int, f: int
+) -> int:
     """Take shares whenever there are some; return after `patience` turns without any."""
     idle = 0
     while idle < patience:
@@ -113,9 +116,9 @@ class Pool:
             run.start()
 
     def _serve(self, number: int, event: threading.Event) -> None:
-        serve, kernel = library.serve(), library.address(worker)
+        serve, kernel = entry(release=True), library.address(worker)
         while True:
-            serve(kernel, self.address, number, PATIENCE)
+            serve(kernel, self.address, number, PATIENCE, 0, 0, 0, 0, 0, 0)
             event.wait()
             event.clear()
 
@@ -138,7 +141,6 @@ _POOLS: dict[int, Pool] = {}
 def pool(threads: int) -> Pool:
     """The process-wide pool of some number of threads (the caller's included)."""
     if threads not in _POOLS:
-        library.serve()  # compiled here, not by every worker
-        library.address(worker)
+        library.address(worker)  # compiled here, not by every worker
         _POOLS[threads] = Pool(threads)
     return _POOLS[threads]
