@@ -1,4 +1,4 @@
-"""Object code of kernels on disk, a file each, that appears whole and is read whole or not at all."""
+"""Object code of kernels on disk: a file each, written whole, and read whole or not at all."""
 
 from __future__ import annotations
 
