@@ -128,7 +128,8 @@ def synth(path: str, words: tuple[str, ...]) -> None:
 def verify(overrides: tuple[str, ...], depths: str, prompts: tuple[str, ...], drafter: str) -> None:
     """Prove that speculation equals greedy decoding here: tokens, logits bits and cache state.
 
-    Runs pipeline=parity for every depth and prompt and prints a table; exit 1 on a difference.
+    Runs pipeline=parity for every depth and prompt and prints a table; exit 1 on a difference. With
+    pipeline=graph, and where a run would take the decode graph, that is what is verified.
     """
     from ds4flow.verification import verify_command
 

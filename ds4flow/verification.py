@@ -25,6 +25,8 @@ PROMPTS = (
 )
 """Beside the model's own prompt: of different lengths, so that blocks end at different places."""
 
+PIPELINES = ("auto", "speculative", "graph")
+
 DEPTH_LIMIT = 16
 
 
@@ -65,16 +67,22 @@ def verify_command(
 
     wanted = parse_depths(depths)
     for word in overrides:
-        if key_of(word) in ("mtp.draft", "pipeline", "prompt", "draft"):
+        if key_of(word) in ("mtp.draft", "prompt", "draft"):
             raise UsageError(
                 f"{word}: ds4flow verify sets {key_of(word)} itself",
                 "use --depths, --prompt or --drafter",
+            )
+        if key_of(word) == "pipeline" and word.partition("=")[2] not in PIPELINES:
+            raise UsageError(
+                f"{word} is not what ds4flow verify can verify",
+                f"use pipeline={' or pipeline='.join(PIPELINES)}",
             )
     variables = [v for v in env.read() if v.key not in ("mtp.draft", "runtime.no_gpu")]
     words, notices = assemble(overrides, [], variables)
     for notice in notices:
         print(notice, file=sys.stderr)
-    base = [*words, "pipeline=parity", f"draft={drafter}", "log=quiet", "name=verify"]
+    base = [*words, f"draft={drafter}", "log=quiet", "name=verify"]
+    base = [*(w for w in base if key_of(w) != "pipeline"), f"pipeline={parity_of(base)}"]
     if not any(key_of(word) == "commit.max_tokens" for word in words):
         base.append("commit.max_tokens=48")
     texts = list(prompts) or [str(compose(base).prompt), *PROMPTS]
@@ -86,6 +94,20 @@ def verify_command(
             print(_line(cases[-1]), file=sys.stderr)
     _print_table(cases)
     return int(any(case.problem for case in cases))
+
+
+def parity_of(words: Sequence[str]) -> str:
+    """The pipeline that proves what a run with these overrides would do, graph or stage by stage.
+
+    Raises UsageError.
+    """
+    from ds4flow.config import compose
+    from ds4flow.wiring import Wiring
+
+    cycle = Wiring.of(compose(words)).roles["cycle"]
+    found = "graph-parity" if "decode" in cycle else "parity"
+    print(f"verifying {', '.join(cycle)}: pipeline={found}", file=sys.stderr)
+    return found
 
 
 def run_case(

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from ds4flow.config import compose
+from ds4flow.errors import UsageError
 from ds4flow.overrides import quoted
-from ds4flow.verification import Case, parse_depths, run_case
+from ds4flow.verification import Case, parity_of, parse_depths, run_case, verify_command
 
 DEPTHS = range(9)
 DEMO = (
@@ -108,3 +109,28 @@ def test_a_relaxed_margin_differs_and_is_reported(tmp_path, golden_dir):
 
 def test_depths_are_parsed():
     assert parse_depths("1-3,7") == [1, 2, 3, 7]
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_graph_can_be_verified(golden_dir, capsys):
+    """Without capture, at every depth from 0 to 4: tokens and logits bits."""
+    main, mtp = (golden_dir / f"tiny-f32{end}.gguf" for end in ("", ".mtp-support"))
+    words = ["model=file", f"model.path={main}", f"model.mtp_path={mtp}", "model.profile=plain"]
+    words += ["runtime.context=40", "pipeline=graph", "commit.max_tokens=5", "model.chat=raw"]
+    assert verify_command(words, "0-4", ["Q" * 9], "mtp") == 0
+    said = capsys.readouterr()
+    assert "verifying decode, commit, check: pipeline=graph-parity" in said.err
+    assert said.err.count("decoding: eager") == 5
+    rows = [line.split() for line in said.out.splitlines()[1:]]
+    assert [(row[0], row[1], row[-1]) for row in rows] == [
+        (str(depth), "5", "equal") for depth in range(5)
+    ]
+
+
+def test_what_is_verified_is_what_would_run():
+    assert parity_of([]) == parity_of(["pipeline=speculative"]) == "parity"
+    assert parity_of(["pipeline=graph"]) == "graph-parity"
+    with pytest.raises(UsageError, match="pipeline=greedy is not what"):
+        verify_command(["pipeline=greedy"], "1", [], "mtp")
+    with pytest.raises(UsageError, match="verify sets draft itself"):
+        verify_command(["draft=off"], "1", [], "mtp")
