@@ -63,7 +63,8 @@ def _check_keys(config: DictConfig, keys: Iterator[Key]) -> None:
         link = key.limits.link
         if OmegaConf.is_missing(node, leaf):
             raise UsageError(f"{key.name} has no value", f"type {key.name}=VALUE")
-        if link and not OmegaConf.is_interpolation(node, leaf):
+        absent = key.limits.absent and node[leaf] is None
+        if link and not absent and not OmegaConf.is_interpolation(node, leaf):
             raise UsageError(f"{key.name} follows {link}", f"set {link} instead")
         problem = "" if node[leaf] is None else _problem(key, node[leaf])
         if problem:
@@ -86,7 +87,7 @@ def _problem(key: Key, value: Any) -> str:
 
 
 def _advice(key: Key, value: Any) -> str:
-    low, high, open_low, choices, hint, _, words = key.limits
+    low, high, open_low, choices, hint, _, words, _ = key.limits
     if hint:
         return hint
     also = "".join(f", or {word}" for word in words)

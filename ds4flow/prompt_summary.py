@@ -104,7 +104,9 @@ class SetResult(NamedTuple):
 
     def warnings(self) -> list[str]:
         """What a reader of the figures must know before believing them."""
-        counts, found = self.total.counts, []
+        runs = [one.run for one in self.outcomes if one.run is not None]
+        found = list(dict.fromkeys(note for run in runs for note in run.facts.get("notes") or ()))
+        counts = self.total.counts
         finished = [one for one in self.outcomes if one.status == "complete" and one.run]
         if len(finished) < len(self.outcomes):
             count = f"{len(finished)} of {len(self.outcomes)} prompts"

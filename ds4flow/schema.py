@@ -28,7 +28,7 @@ class Limits(NamedTuple):
     """What a value must satisfy beyond its type; `hint` replaces the generated advice.
 
     `link` names the key that the field follows: it can only be set there. `words` are values that a
-    number may also have.
+    number may also have. `absent` fields are null in those options of their group that lack them.
     """
 
     low: float | None = None
@@ -38,6 +38,7 @@ class Limits(NamedTuple):
     hint: str = ""
     link: str = ""
     words: tuple[str, ...] = ()
+    absent: bool = False
 
 
 def knob(
@@ -55,9 +56,9 @@ def knob(
     return field(default=MISSING, metadata={"limits": limits})
 
 
-def option(*, low: float | None = None, high: float | None = None) -> Any:
+def option(*, low: float | None = None, high: float | None = None, link: str = "") -> Any:
     """A field that only some options of its group have; null stands for its absence elsewhere."""
-    return field(default=None, metadata={"limits": Limits(low, high)})
+    return field(default=None, metadata={"limits": Limits(low, high, link=link, absent=True)})
 
 
 @dataclass
@@ -96,6 +97,7 @@ class Model:
     profile: str = knob(choices=PROFILES)
     chat: str = knob(choices=CHATS)
     prompt: str = knob()
+    synth: Any = option()  # of model=synth-flash alone: keys of a recipe, checked where it is made
 
 
 @dataclass
@@ -170,6 +172,7 @@ class Download(StageGroup):
     uses_mtp: bool = knob(link="draft.uses_mtp")
     draft: int | str = knob(link="mtp.draft", words=("auto",))
     no_gpu: bool = knob(link="runtime.no_gpu")
+    synth: Any = option(link="model.synth")  # of download=synth alone
 
 
 @dataclass
@@ -191,6 +194,7 @@ class Load(StageGroup):
     chat: str = knob(link="model.chat")
     sampling: Any = knob(link="sampling")  # the group as it is
     system: str = knob(link="system")
+    synth: Any = option(link="model.synth")  # of load=synth alone
 
 
 @dataclass

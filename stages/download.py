@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ds4flow import model_files
 from ds4flow.errors import Ds4FlowError, ModelFileError, UsageError
@@ -13,6 +14,9 @@ from ds4flow.hub import HubFile
 from ds4flow.model.weights import find_mtp_layout
 from ds4flow.packaged import resolve
 from ds4flow.pipeline import Files, Stage, State
+
+if TYPE_CHECKING:
+    from ds4flow.synth.unwritten import Unwritten
 
 
 @dataclass
@@ -120,6 +124,49 @@ class HubFiles(LocalFiles):
         if not self.uses_mtp or self.draft == 0 or self.no_gpu:
             return None
         return self._from_hub(repo, name, self.mtp_sha256)
+
+
+@dataclass
+class SynthFiles(LocalFiles):
+    """The headers of a synthetic model that lies on no disk; `synth` says which, see `Unwritten`.
+
+    What is recorded as a file's SHA-256 is that of recipe and seed, which decide every weight.
+    """
+
+    synth: dict[str, Any] | None
+
+    def __post_init__(self) -> None:
+        self._unwritten()  # wrong keys are found before anything else
+
+    def share(self, state: State) -> None:
+        """Set `files`, for any number of prompts."""
+        state.files = Files(*self._unwritten().headers())
+
+    def share_key(self) -> object:
+        """The recipe and the seed."""
+        return type(self), self._unwritten().sha256()
+
+    def run(self, state: State) -> None:
+        """Set `files`, and record what they would be."""
+        if state.files is None:
+            self.share(state)
+        unwritten = self._unwritten()
+        digest = unwritten.sha256()
+        state.run.record(
+            files={
+                name: {"path": str(file.path), "bytes": file.size, "shards": 0, "sha256": digest}
+                for name, file in zip(("main", "mtp"), state.files, strict=True)
+                if file is not None
+            },
+            synth=unwritten.facts(),
+        )
+
+    def _unwritten(self) -> Unwritten:
+        from ds4flow.synth.unwritten import Unwritten
+
+        if self.synth is None:
+            raise UsageError("download=synth makes no files up by itself", "use model=synth-flash")
+        return Unwritten.flash(self.synth)
 
 
 def _checked(path: Path, sha256: str | None, key: str) -> GgufFile:

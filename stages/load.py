@@ -18,10 +18,10 @@ from ds4flow import chat
 from ds4flow.cache import KVCache
 from ds4flow.depth import draft_max
 from ds4flow.device import DeviceChoice, choose
-from ds4flow.errors import Ds4FlowError
+from ds4flow.errors import Ds4FlowError, UsageError
 from ds4flow.gguf import GgufFile
 from ds4flow.kept import Kept
-from ds4flow.memory import GIB, available_bytes, check_memory
+from ds4flow.memory import GIB, available_bytes, check_memory, size
 from ds4flow.model.config import ModelConfig
 from ds4flow.model.trunk import Model
 from ds4flow.parallel import Group, join
@@ -33,6 +33,8 @@ LARGEST_DEFAULT_CONTEXT = 8192
 """Context when none is asked for and the model's own is larger."""
 SAMPLING_KEYS = tuple(item.name for item in fields(Sampling))
 """Keys of the group `sampling` that say how a token is chosen."""
+
+MEANINGLESS = "the weights are random (model=synth-flash), so the text means nothing"
 
 _PER_PROMPT = {"draft", "chunk", "context", "memory", "chat", "sampling", "system"}
 """Keys that the loaded model does not depend on."""
@@ -93,7 +95,7 @@ class LoadGguf(Stage):
         keys = [item.name for item in fields(self) if item.init]
         kept = [name for name in keys if name not in _PER_PROMPT]
         drafts = (self.draft != 0, self.sampling["lossless"] or self._sampling().greedy)
-        return type(self), *drafts, *(getattr(self, name) for name in kept)
+        return type(self), *drafts, *(repr(getattr(self, name)) for name in kept)
 
     def run(self, state: State) -> None:
         """Set the model, an empty cache, and `tokens` to the ids of the prompt."""
@@ -135,11 +137,17 @@ class LoadGguf(Stage):
         self._say(self.choice)
         config = ModelConfig.from_gguf(main)
         cache = self._new_cache(config, torch.device("meta")).nbytes
+        state.model = self._model(config, main, mtp if wanted else None, cache)
+
+    def _model(
+        self, config: ModelConfig, main: GgufFile, mtp: GgufFile | None, cache: int
+    ) -> Model:
+        """The model of these files; `cache` are the bytes that a full cache takes beside it."""
         if self.choice.name == "cpu":
-            self._check_memory(config, [main, mtp] if wanted else [main], cache)
-        state.model = Model.load(
+            self._check_memory(config, [main, mtp], cache)
+        return Model.load(
             main,
-            mtp if wanted else None,
+            mtp,
             profile=self.profile,
             kernels=self.choice.kernels,
             device=torch.device(self.choice.name),
@@ -246,3 +254,44 @@ class LoadGguf(Stage):
                 f"{config.context_length})",
             )
         return context
+
+
+@dataclass
+class LoadSynth(LoadGguf):
+    """Makes the random weights of a synthetic model where they compute; see `Unwritten`."""
+
+    synth: dict[str, Any] | None
+
+    def __post_init__(self) -> None:
+        if self.synth is None:
+            raise UsageError("load=synth makes no model up by itself", "use model=synth-flash")
+        if self.tensor_parallel > 1:
+            raise UsageError(
+                f"model=synth-flash is made in one process, not in {self.tensor_parallel}",
+                "start it without torchrun",
+            )
+        super().__post_init__()
+
+    def run(self, state: State) -> None:
+        """As `LoadGguf`; the record says that the text means nothing."""
+        super().run(state)
+        state.run.record(notes=[MEANINGLESS])
+
+    def _model(
+        self, config: ModelConfig, main: GgufFile, mtp: GgufFile | None, cache: int
+    ) -> Model:
+        from ds4flow.synth.unwritten import Unwritten, made_model
+
+        assert self.synth is not None  # __post_init__
+        print(f"model: {main.path}, {size(main.size)}; {MEANINGLESS}", file=sys.stderr)
+        given = None if self.memory is None else round(self.memory * GIB)
+        return made_model(
+            Unwritten.flash(self.synth),
+            self.choice,
+            self.profile,
+            fix="use a larger device, a smaller runtime.context, or a smaller model: "
+            "model.synth.layers=4 model.synth.experts=16",
+            mtp=mtp is not None,
+            beside=cache,
+            available=given if self.choice.name == "cpu" else None,
+        )

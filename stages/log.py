@@ -196,7 +196,7 @@ class Log(Stage):
 
     def _warnings(self, state: State) -> list[str]:
         """What a reader of the numbers must know before believing them."""
-        found = self.counts.warnings()
+        found = [*(state.run.facts.get("notes") or ()), *self.counts.warnings()]
         if self.counts.drafted:
             output = state.output
             found += repetition(repeated(state.tokens, state.prompt_length), len(output))

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ds4flow import chat
-from ds4flow.bench.graph import copy_bandwidth, rehearsal_model
+from ds4flow.bench.graph import copy_bandwidth
 from ds4flow.cache import KVCache
 from ds4flow.device import DeviceChoice
 from ds4flow.gguf import GgufFile
@@ -27,6 +27,7 @@ from ds4flow.graph import DecodeGraph
 from ds4flow.model.trunk import Model
 from ds4flow.speculate import argmax
 from ds4flow.synth.presets import SYNTH_FLASH, changed
+from ds4flow.synth.unwritten import Unwritten, made_model
 from ds4flow.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parent.parent / "tests" / "data" / "golden"
@@ -169,7 +170,8 @@ def decode(model: Model, prompt: list[int], depth: int, length: int, eager: bool
 def profile(options: argparse.Namespace) -> None:
     """Time per kernel of eager cycles, without drafts and with two, of Flash's first layers."""
     recipe = changed(SYNTH_FLASH, SMALL if options.dry else {"layers": str(options.layers)})
-    model = rehearsal_model(recipe, where(options.dry), "official")
+    made = Unwritten(recipe, seed=0)
+    model = made_model(made, where(options.dry), "official", fix="use fewer --layers")
     cache = KVCache(model.config, context=4200, draft_max=4, chunk=8, device=model.device)
     cache.length = 4096
     graph = DecodeGraph(model, cache, eager=True)

@@ -14,7 +14,7 @@ from rich.console import Console
 from ds4flow import chat, origin
 from ds4flow.bench.decoding import Arm, measure_decoding, measure_peer
 from ds4flow.bench.engine import Engine
-from ds4flow.bench.graph import measure_graph, planned, rehearsal_model
+from ds4flow.bench.graph import measure_graph
 from ds4flow.bench.machine import measure_start, read_bandwidth
 from ds4flow.bench.output import csv_text, json_text, show, write_text
 from ds4flow.bench.passes import measure_contexts, measure_matmuls, measure_widths
@@ -28,6 +28,7 @@ from ds4flow.gguf import GgufFile
 from ds4flow.model.trunk import BACKENDS
 from ds4flow.model.weights import find_mtp_layout
 from ds4flow.synth.presets import SYNTH_FLASH, changed
+from ds4flow.synth.unwritten import Unwritten, made_model, planned
 from ds4flow.tokenizer import Tokenizer
 
 SECTIONS = ("machine", "start", "speed", "verify", "products", "decoding", "graph")
@@ -263,7 +264,9 @@ def rehearse(options: BenchOptions, *, say: Say) -> Report:
     contexts, widths = (
         numbers(name, getattr(options, name), low=1) for name in ("contexts", "widths")
     )
-    model = rehearsal_model(made, choice, options.profile, seed=options.settings.seed)
+    fix = "use a larger device, or a smaller model: --synth layers=4 --synth experts=16"
+    unwritten = Unwritten(made, options.settings.seed)
+    model = made_model(unwritten, choice, options.profile, fix=fix)
     tensors = planned(made)
     tree, _ = origin.source_tree()
     facts = _time_and_place(options.settings) | {

@@ -15,38 +15,13 @@ from ds4flow.bench.results import GraphResult
 from ds4flow.bench.samples import Samples, interleave
 from ds4flow.bench.settings import Say, Settings, quiet
 from ds4flow.cache import KVCache
-from ds4flow.device import DeviceChoice, check_fits, free_bytes
 from ds4flow.gguf import TensorInfo
 from ds4flow.graph import DecodeGraph
-from ds4flow.memory import available_bytes
-from ds4flow.model.profile import find_profile
-from ds4flow.model.trunk import BACKENDS, Model
-from ds4flow.synth.presets import Recipe
-from ds4flow.synth.rehearsal import Synthesis
-from ds4flow.synth.weights import mtp_plan, trunk_plan
+from ds4flow.model.trunk import Model
 from ds4flow.traffic import selects, weight_traffic
 
 ACCEPTANCE = 0.8
 """Assumed of every draft where no text is decoded."""
-
-
-def planned(recipe: Recipe) -> list[TensorInfo]:
-    """The trunk's tensors, as a file would list them."""
-    return [plan.info for plan in trunk_plan(recipe)]
-
-
-def rehearsal_model(recipe: Recipe, choice: DeviceChoice, profile: str, *, seed: int = 0) -> Model:
-    """A model with random weights, made where it computes; Ds4FlowError when it does not fit."""
-    device = torch.device(choice.name)
-    infos = [*planned(recipe), *(plan.info for plan in mtp_plan(recipe))]
-    needed = sum(info.nbytes for info in infos) + max(info.nbytes for info in infos)
-    free = available_bytes() if device.type == "cpu" else free_bytes(device)
-    fix = "use a larger device, or a smaller model: --synth layers=4 --synth experts=16"
-    check_fits(needed, free, f"the weights of {recipe.name}", fix)
-    kernels = BACKENDS[choice.kernels](recipe.config, find_profile(profile), device=device)
-    adopt = getattr(kernels, "adopt", None)
-    made = Synthesis(recipe.config, recipe.types, device, seed, adopt)
-    return Model(recipe.config, made.trunk(), made.mtp(), find_profile(profile), kernels)
 
 
 def measure_graph(

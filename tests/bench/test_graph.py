@@ -8,17 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds4flow.bench import graph
 from ds4flow.bench.command import BenchOptions, bench_command
-from ds4flow.bench.graph import measure_graph, planned, rehearsal_model
+from ds4flow.bench.graph import measure_graph
 from ds4flow.bench.output import tables
 from ds4flow.bench.results import Report
 from ds4flow.bench.settings import Settings
 from ds4flow.device import DeviceChoice
 from ds4flow.errors import Ds4FlowError, UsageError
 from ds4flow.model.transfer import stored_bytes
+from ds4flow.synth import unwritten
 from ds4flow.synth.presets import SYNTH_FLASH, changed
 from ds4flow.synth.rehearsal import Synthesis
+from ds4flow.synth.unwritten import Unwritten, made_model, planned
 from ds4flow.synth.weights import mtp_plan
 
 SCALED = {
@@ -33,10 +34,10 @@ QUICK = Settings(repeats=2, warmup=0, tokens=2)
 def test_full_size_is_refused_with_the_sizes_before_anything_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(graph, "available_bytes", lambda: 24 << 30)
-    monkeypatch.setattr(graph, "Synthesis", None)  # would fail if it were called
+    monkeypatch.setattr(unwritten, "available_bytes", lambda: 24 << 30)
+    monkeypatch.setattr(unwritten, "Synthesis", None)  # would fail if it were called
     with pytest.raises(Ds4FlowError, match=r"synth-flash need 85\.4 GiB") as caught:
-        rehearsal_model(SYNTH_FLASH, CPU, "official")
+        bench_command(BenchOptions(model="model=synth-flash"))
     assert "the device has 24.0 GiB free" in caught.value.what
     assert "--synth layers=4" in caught.value.fix
 
@@ -72,7 +73,7 @@ def test_cycles_of_a_scaled_flash(tmp_path: Path) -> None:
 
 def test_rates_assume_an_acceptance_and_say_so() -> None:
     recipe = changed(SYNTH_FLASH, SCALED)
-    model = rehearsal_model(recipe, CPU, "plain")
+    model = made_model(Unwritten(recipe, seed=0), CPU, "plain", fix="")
     results = measure_graph(model, planned(recipe), [20], [2], QUICK)
     (result,) = results
     assert result.hoped.values[0] == pytest.approx((1 + 0.8 + 0.64) / result.seconds.values[0])
