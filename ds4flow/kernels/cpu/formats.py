@@ -49,11 +49,12 @@ class Target:
     native_half: bool
     vnni: bool
     wide: bool  # 32 registers of 16 lanes; otherwise 8 at most
+    bytes: bool = False  # wide, and looks up bytes in tables of 128
 
 
 Decoder = Callable[[Builder, Value, Value, Value, Value, Target], Iterator[Value]]
-Scaler = Callable[[Builder, Value, Value, Value, Target], None]
-SPARE = 128  # bytes that a scaler may write beyond the last record
+Scaler = Callable[[Builder, Value, Value, Value, Value, Target], None]
+SPARE = 192  # bytes that a scaler may write beyond the last record
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Format:
 
     `decode(b, block, record, part, tables, target)` yields `step` vectors of 16 weights, in order:
     the block's from number `step * part` on. What a block's scales need of preparation is done
-    before, for a whole row: `scale(b, row, blocks, out, target)` writes `record` bytes a block, of
+    before, for a whole row: `scale(b, row, blocks, out, tables, target)` writes `record` bytes a block, of
     which decoders can load single floats into all lanes.
     """
 
@@ -103,6 +104,7 @@ def _lookup(b: Builder, values: Value, codes: Value) -> Value:
     return call(b, "llvm.x86.avx512.permvar.sf.512", V16F, (values, codes))
 
 
+V64 = vector(I8, 64)
 EVERY = [float(code) for code in range(LANES)]
 
 
@@ -157,7 +159,9 @@ def q4_k_scales(b: Builder, block: Value) -> Value:
     return b.or_(low, b.and_(b.lshr(high, constant(V16I, 2)), lanes((0, 48, 0, 48))))
 
 
-def _scale_q4_k(b: Builder, row: Value, blocks: Value, out: Value, target: Target) -> None:
+def _scale_q4_k(
+    b: Builder, row: Value, blocks: Value, out: Value, tables: Value, target: Target
+) -> None:
     """Eight scales, then eight minima, negative."""
     signs = _floats(b, [1.0] * 8 + [-1.0] * 8)
     with loop(b, I64(0), blocks) as index:
@@ -185,7 +189,9 @@ def _decode_q4_k(
                 yield fma(b, b.sitofp(codes, V16F), factor, shift)
 
 
-def _scale_q2_k(b: Builder, row: Value, blocks: Value, out: Value, target: Target) -> None:
+def _scale_q2_k(
+    b: Builder, row: Value, blocks: Value, out: Value, tables: Value, target: Target
+) -> None:
     """Sixteen scales, then sixteen minima, negative."""
     with loop(b, I64(0), blocks) as index:
         block, record = b.add(row, b.mul(index, I64(84))), b.add(out, b.shl(index, I64(7)))
@@ -219,7 +225,12 @@ def _decode_q2_k(
             yield fma(b, whole, factor, shift)
 
 
-WIDE_CODES = 256 * 8  # in `tables`, after the 256 codebook entries of eight bytes: as float32
+IQ2_STEP, IQ2_RECORD = 8, 192
+# In `tables`, after the 256 IQ2_XXS codebook entries of eight bytes: as float32; as four planes of
+# 256 bytes with two nibbles; and the same planes of 128 bytes for the sign fields.
+WIDE_CODES = 256 * 8
+NIBBLES = WIDE_CODES + 256 * 32
+MINUSES = NIBBLES + 4 * 256
 
 
 def iq2_xxs_steps(b: Builder, signs: Value) -> Value:
@@ -239,11 +250,16 @@ def iq2_xxs_octets(b: Builder, block: Value, tables: Value, group: int) -> Value
     return octets
 
 
-IQ2_SIGNS, IQ2_ENTRIES = 32, 64  # in a record, after the scales of the eight groups
+# In a record, after the scales of the eight groups of 32 weights: where bytes can be looked up, the
+# codes of each group in 16 bytes (see `_iq2_xxs_codes`); else 32 sign bits of each group, and then
+# offsets of its four codebook entries.
+IQ2_CODES, IQ2_SIGNS, IQ2_ENTRIES = 64, 32, 64
 
 
-def _scale_iq2_xxs(b: Builder, row: Value, blocks: Value, out: Value, target: Target) -> None:
-    """The scales of eight groups, 32 sign bits of each, and offsets of its four codebook entries.
+def _scale_iq2_xxs(
+    b: Builder, row: Value, blocks: Value, out: Value, tables: Value, target: Target
+) -> None:
+    """The scales of eight groups, and what decoding them needs.
 
     Two blocks at a time; the last one also stands in for the one that follows it.
     """
@@ -261,14 +277,24 @@ def _scale_iq2_xxs(b: Builder, row: Value, blocks: Value, out: Value, target: Ta
         units = half_to_float(b, halves, target.native_half)
         unit = shuffle(b, units, None, [0] * 8 + [1] * 8)
         scales = b.fmul(unit, iq2_xxs_steps(b, signs))
-        bits = iq2_xxs_signs(b, signs)
-        indices = b.bitcast(shuffle(b, words, others, range(0, 2 * LANES, 2)), vector(I8, 64))
-        offsets = b.shl(b.zext(indices, vector(I16, 64)), constant(vector(I16, 64), 5))
-        record = b.add(out, b.shl(first, I64(7)))
+        record = b.add(out, b.mul(first, I64(IQ2_RECORD)))
         for number in range(2):
+            eight = shuffle(b, scales, None, range(8 * number, 8 * number + 8))
+            store(b, eight, record, IQ2_RECORD * number)
+        if target.bytes:
+            codes = _iq2_xxs_codes(b, words, others, tables)
+        else:
+            bits = iq2_xxs_signs(b, signs)
+            indices = b.bitcast(shuffle(b, words, others, range(0, 2 * LANES, 2)), V64)
+            wide = vector(I16, 64)
+            offsets = b.shl(b.zext(indices, wide), constant(wide, 5))
+        for number in range(2):
+            at = offset(b, record, IQ2_RECORD * number)
+            if target.bytes:
+                for place in range(2):
+                    store(b, codes[2 * number + place], at, IQ2_CODES + 64 * place)
+                continue
             eight, many = range(8 * number, 8 * number + 8), range(32 * number, 32 * number + 32)
-            at = offset(b, record, 128 * number)
-            store(b, shuffle(b, scales, None, eight), at)
             store(b, shuffle(b, bits, None, eight), at, IQ2_SIGNS)
             store(b, shuffle(b, offsets, None, many), at, IQ2_ENTRIES)
 
@@ -289,20 +315,100 @@ def iq2_xxs_signs(b: Builder, signs: Value) -> Value:
     return b.or_(spread, b.shl(b.and_(parity, number(0x01010101)), number(7)))
 
 
+IQ2_LEVELS = (8.0, 25.0, 43.0)  # magnitudes of the codebook
+
+
+def _look_up_bytes(b: Builder, low: Value, high: Value, places: Value) -> Value:
+    """Bytes of a table of 128 by the low seven bits of `places` (one instruction)."""
+    return call(b, "llvm.x86.avx512.vpermi2var.qi.512", V64, (low, places, high))
+
+
+def iq2_xxs_fields(b: Builder, signs: Value) -> Value:
+    """The four sign fields of each word as bytes; their highest bit is not theirs."""
+    starts = ir.Constant(V64, [I8(bit) for _ in range(8) for bit in (0, 7, 14, 21, 32, 39, 46, 53)])
+    return call(b, "llvm.x86.avx512.pmultishift.qb.512", V64, (starts, b.bitcast(signs, V64)))
+
+
+def _iq2_xxs_codes(b: Builder, words: Value, others: Value, tables: Value) -> list[Value]:
+    """Codes of the 64 octets of two blocks, a nibble a weight, in four vectors of four groups.
+
+    A nibble is the number of the magnitude in `IQ2_LEVELS`, plus 8 for a minus sign. Eight bytes
+    hold 16 weights: first those with even numbers, then the others, so that a shift of each 32-bit
+    half moves the nibble of every second lane to its low end.
+    """
+    # the halving of lanes below puts the words 4 * L + k of the order here into lane L of vector k
+    order = [2 * (8 * (k // 2) + 4 * (k % 2) + lane) for lane in range(4) for k in range(4)]
+    indices = b.bitcast(shuffle(b, words, others, order), V64)
+    fields = iq2_xxs_fields(b, shuffle(b, words, others, [word + 1 for word in order]))
+    upper = b.icmp_signed("<", indices, constant(V64, 0))
+    planes = []
+    for plane in range(4):
+        quarters = [load(b, tables, V64, NIBBLES + 256 * plane + 64 * part) for part in range(4)]
+        low = _look_up_bytes(b, quarters[0], quarters[1], indices)
+        high = _look_up_bytes(b, quarters[2], quarters[3], indices)
+        signs = [load(b, tables, V64, MINUSES + 128 * plane + 64 * part) for part in range(2)]
+        minus = _look_up_bytes(b, signs[0], signs[1], fields)
+        planes.append(b.or_(b.select(upper, high, low), minus))
+    pairs = vector(I32, LANES)
+    even, odd = (_interleaved(b, *planes[2 * i : 2 * i + 2], V64) for i in range(2))
+    made = []
+    for one, other in zip(even, odd, strict=True):
+        made += _interleaved(b, b.bitcast(one, pairs), b.bitcast(other, pairs), pairs)
+    return made
+
+
+def _interleaved(b: Builder, one: Value, other: Value, kind: Value) -> list[Value]:
+    """Elements of two vectors in turn, in every 16 bytes: of their first halves, of their second.
+
+    """
+    count = kind.count
+    span = count // 4
+    made = []
+    for half_ in range(2):
+        starts = [span * lane + span // 2 * half_ for lane in range(4)]
+        places = [start + i for start in starts for i in range(span // 2)]
+        made.append(shuffle(b, one, other, [at for p in places for at in (p, p + count)]))
+    return made
+
+
 def _decode_iq2_xxs(
     b: Builder, block: Value, record: Value, part: Value, tables: Value, target: Target
 ) -> Iterator[Value]:
+    group = b.add(record, b.shl(part, I64(4)))
+    for number in range(IQ2_STEP // 2):
+        scale = _factor(b, group, 4 * number)
+        if target.bytes:
+            codes = b.add(record, b.shl(part, I64(6)))
+            yield from _looked_up_iq2_xxs(b, offset(b, codes, IQ2_CODES + 16 * number), scale)
+        else:
+            entries = b.add(record, b.shl(part, I64(5)))
+            entries = offset(b, entries, IQ2_ENTRIES + 8 * number)
+            signs = offset(b, group, IQ2_SIGNS + 4 * number)
+            yield from _signed_iq2_xxs(b, entries, signs, scale, tables)
+
+
+def _looked_up_iq2_xxs(b: Builder, codes: Value, scale: Value) -> Iterator[Value]:
+    """A group from its nibbles: its possible weights once, then looked up."""
+    signed = [*IQ2_LEVELS, 0.0, *[0.0] * 4, *(-level for level in IQ2_LEVELS), *[0.0] * 5]
+    values = b.fmul(_floats(b, signed), scale)
+    shifts = ir.Constant(V16I, [I32(4 * (lane // 2)) for lane in range(LANES)])
+    for number in range(2):
+        octets = b.bitcast(splat(b, load(b, codes, I64, 8 * number), 8), V16I)
+        yield _lookup(b, values, b.lshr(octets, shifts))
+
+
+def _signed_iq2_xxs(
+    b: Builder, entries: Value, signs: Value, scale: Value, tables: Value
+) -> Iterator[Value]:
+    """A group from its codebook entries as float32 and its sign bits."""
     minus = bits_constant(V16I, 1 << 31)
-    entries = b.add(record, b.shl(part, I64(3)))
-    group = b.add(record, b.shl(part, I64(2)))
-    scale = _factor(b, group, 0)
     for number in range(2):
         codes = []
         for octet in (2 * number, 2 * number + 1):
-            entry = b.zext(load(b, entries, I16, IQ2_ENTRIES + 2 * octet), I64)
+            entry = b.zext(load(b, entries, I16, 2 * octet), I64)
             codes.append(load(b, b.add(tables, entry), vector(I32, 8), WIDE_CODES))
         joined = shuffle(b, codes[0], codes[1], range(LANES))
-        bits = b.bitcast(load(b, group, I16, IQ2_SIGNS + 2 * number), vector(I1))
+        bits = b.bitcast(load(b, signs, I16, 2 * number), vector(I1))
         signed = b.select(bits, b.xor(joined, minus), joined)
         yield b.fmul(b.bitcast(signed, V16F), scale)
 
@@ -349,7 +455,7 @@ FORMATS = {
         Format("Q8_0", 8, 32, 34, _decode_q8_0, 2),
         Format("Q2_K", 10, 256, 84, _decode_q2_k, 8, 128, _scale_q2_k),
         Format("Q4_K", 12, 256, 144, _decode_q4_k, 4, 64, _scale_q4_k),
-        Format("IQ2_XXS", 16, 256, 66, _decode_iq2_xxs, 2, 128, _scale_iq2_xxs),
+        Format("IQ2_XXS", 16, 256, 66, _decode_iq2_xxs, IQ2_STEP, IQ2_RECORD, _scale_iq2_xxs),
         Format("BF16", 30, 16, 32, _decode_bf16, 1),
         Format("MXFP4", 39, 32, 17, _decode_mxfp4, 2),
     )
@@ -365,7 +471,17 @@ def lookup_tables() -> np.ndarray:
 
     IQ2_XXS.init_grid()
     grid = np.asarray(IQ2_XXS.grid, dtype=np.float32).reshape(256, 8)
-    joined = np.concatenate([part.view(np.uint8).ravel() for part in (grid.astype(np.uint8), grid)])
+    levels = np.searchsorted(IQ2_LEVELS, grid).astype(np.uint8)
+    fields = np.arange(128, dtype=np.uint8)
+    bits = fields[:, None] >> np.arange(8, dtype=np.uint8) & 1
+    bits[:, 7] = bits[:, :7].sum(1) & 1  # completed by their parity
+    planes = [
+        codes[:, first] | codes[:, first + 2] << 4
+        for codes in (levels, bits << 3)
+        for first in (0, 4, 1, 5)
+    ]
+    parts = (grid.astype(np.uint8), grid, *planes)
+    joined = np.concatenate([np.ascontiguousarray(part).view(np.uint8).ravel() for part in parts])
     room = np.empty(joined.size + 64, dtype=np.uint8)
     first = -room.__array_interface__["data"][0] % 64
     room[first : first + joined.size] = joined

@@ -89,7 +89,12 @@ def target_of(context: Any) -> Target:
     enabled = set(features.split(","))
     native_half = "+f16c" in enabled or triple.startswith(("aarch64", "arm64"))
     wide = {"+avx512f", "+avx512bw", "+avx512dq", "+avx512vl"} <= enabled
-    return Target(native_half=native_half, vnni=wide and "+avx512vnni" in enabled, wide=wide)
+    return Target(
+        native_half=native_half,
+        vnni=wide and "+avx512vnni" in enabled,
+        wide=wide,
+        bytes=wide and "+avx512vbmi" in enabled,
+    )
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ def decoder(b: Builder, form: Format, target: Target) -> Value:
         def decode(first: Value, count: Value) -> None:
             start = inner.add(row, inner.mul(first, I64(form.size)))
             if form.scale is not None:
-                form.scale(inner, start, count, records, target)
+                form.scale(inner, start, count, records, tables, target)
             with loop(inner, I64(0), count) as block:
                 at = inner.add(start, inner.mul(block, I64(form.size)))
                 fetch_ahead(inner, at, form.size)
@@ -265,20 +265,20 @@ def decoder(b: Builder, form: Format, target: Target) -> Value:
 
 
 def scaler(b: Builder, form: Format, target: Target) -> Value:
-    """The function that writes the records of one row: its address, the output, the vectors.
+    """The function that writes the records of one row: its address, the output, the vectors, tables.
 
     A function of its own, so that what it writes is read again from memory, where a load into all
     lanes is free, instead of being kept in registers and shuffled.
     """
 
     def body(inner: Builder, arguments: Sequence[Value]) -> None:
-        row, out, vectors = arguments
+        row, out, vectors, tables = arguments
         parts = form.weights // LANES
         if form.scale is not None:
             blocks = inner.lshr(vectors, I64(parts.bit_length() - 1))
-            form.scale(inner, row, blocks, out, target)
+            form.scale(inner, row, blocks, out, tables, target)
 
-    return function(b, f"records_{form.name}", 3, body)
+    return function(b, f"records_{form.name}", 4, body)
 
 
 def groups(
@@ -412,7 +412,7 @@ def emit_product(b: Builder, form: Format, target: Target, arguments: Sequence[V
                     each = b.and_(b.add(each, I64(SPARE + 63)), I64(-64))
                     records = [b.add(scratch, b.mul(each, I64(i))) for i in range(together)]
                     for row, place in zip(starts, records, strict=True):
-                        b.call(scaler(b, form, target), (row, place, vectors))
+                        b.call(scaler(b, form, target), (row, place, vectors, tables))
                 out = b.add(y, b.shl(n, I64(2)))
                 if together < most and size > 1:  # rare (a share's rest): not worth a tile
                     with loop(b, I64(0), I64(size)) as m:
