@@ -27,6 +27,7 @@ from ds4flow.kernels.cpu.formats import lookup_tables
 from ds4flow.kernels.cpu.library import library
 from ds4flow.kernels.cpu.linking import entry
 from ds4flow.kernels.cpu.records import Records, address, put, put_float, record
+from ds4flow.kernels.cpu.rounding import row_size
 from ds4flow.kernels.cpu.threads import pool
 from ds4flow.model.config import ModelConfig
 from ds4flow.model.profile import Profile
@@ -174,9 +175,12 @@ class Context:
         )
         self._arena = self._room(self._arena, max(sizes) + SPARE, layout.CONTEXT_ARENA)
         if self._rounding:
-            widest = max((c.experts_used + 1) * max(c.dim, c.expert_dim, shared), 4 * c.dim)
-            widest = max(widest, c.heads * c.head_dim, c.groups * c.o_rank, c.q_rank, columns)
-            size = m * (3 * widest + 64 * (c.experts_used + c.groups + 1))
+            size = m * max(
+                (c.experts_used + 1) * row_size(max(c.dim, c.expert_dim, shared)),
+                row_size(c.streams * c.dim),
+                c.groups * row_size(max(c.heads * c.head_dim // c.groups, c.o_rank)),
+                row_size(max(c.heads * c.head_dim, c.groups * c.o_rank, c.q_rank, columns)),
+            )
             self._rounded = self._room(self._rounded, size + SPARE, layout.CONTEXT_ROUNDED)
         each = max(
             tiles.scratch_bytes(self.records.most_columns),

@@ -226,11 +226,16 @@ def _decode_q2_k(
 
 
 IQ2_STEP, IQ2_RECORD = 8, 192
-# In `tables`, after the 256 IQ2_XXS codebook entries of eight bytes: as float32; as four planes of
-# 256 bytes with two nibbles; and the same planes of 128 bytes for the sign fields.
+# In `tables`, after the 256 IQ2_XXS codebook entries of eight bytes: these as float32; four planes
+# of 256 bytes with two nibbles, and the same of 128 bytes for the sign fields; two planes of 256
+# bytes with four codes of two bits; the 64 magnitudes of a byte's low six bits, by the lowest two;
+# the 128 sign bytes of the fields.
 WIDE_CODES = 256 * 8
 NIBBLES = WIDE_CODES + 256 * 32
 MINUSES = NIBBLES + 4 * 256
+QUADS = MINUSES + 4 * 128
+LEVELS = QUADS + 2 * 256
+SIGNS = LEVELS + 64
 
 
 def iq2_xxs_steps(b: Builder, signs: Value) -> Value:
@@ -318,9 +323,15 @@ def iq2_xxs_signs(b: Builder, signs: Value) -> Value:
 IQ2_LEVELS = (8.0, 25.0, 43.0)  # magnitudes of the codebook
 
 
-def _look_up_bytes(b: Builder, low: Value, high: Value, places: Value) -> Value:
-    """Bytes of a table of 128 by the low seven bits of `places` (one instruction)."""
-    return call(b, "llvm.x86.avx512.vpermi2var.qi.512", V64, (low, places, high))
+def look_up_bytes(b: Builder, table: Sequence[Value], places: Value) -> Value:
+    """Bytes of a table of two vectors by the low seven bits of `places`, of four by all eight."""
+    looked_up = [
+        call(b, "llvm.x86.avx512.vpermi2var.qi.512", V64, (low, places, high))
+        for low, high in zip(table[::2], table[1::2], strict=True)
+    ]
+    if len(looked_up) == 1:
+        return looked_up[0]
+    return b.select(b.icmp_signed("<", places, constant(V64, 0)), *looked_up[::-1])
 
 
 def iq2_xxs_fields(b: Builder, signs: Value) -> Value:
@@ -340,15 +351,12 @@ def _iq2_xxs_codes(b: Builder, words: Value, others: Value, tables: Value) -> li
     order = [2 * (8 * (k // 2) + 4 * (k % 2) + lane) for lane in range(4) for k in range(4)]
     indices = b.bitcast(shuffle(b, words, others, order), V64)
     fields = iq2_xxs_fields(b, shuffle(b, words, others, [word + 1 for word in order]))
-    upper = b.icmp_signed("<", indices, constant(V64, 0))
     planes = []
     for plane in range(4):
-        quarters = [load(b, tables, V64, NIBBLES + 256 * plane + 64 * part) for part in range(4)]
-        low = _look_up_bytes(b, quarters[0], quarters[1], indices)
-        high = _look_up_bytes(b, quarters[2], quarters[3], indices)
+        entries = [load(b, tables, V64, NIBBLES + 256 * plane + 64 * part) for part in range(4)]
         signs = [load(b, tables, V64, MINUSES + 128 * plane + 64 * part) for part in range(2)]
-        minus = _look_up_bytes(b, signs[0], signs[1], fields)
-        planes.append(b.or_(b.select(upper, high, low), minus))
+        minus = look_up_bytes(b, signs, fields)
+        planes.append(b.or_(look_up_bytes(b, entries, indices), minus))
     pairs = vector(I32, LANES)
     even, odd = (_interleaved(b, *planes[2 * i : 2 * i + 2], V64) for i in range(2))
     made = []
@@ -480,7 +488,11 @@ def lookup_tables() -> np.ndarray:
         for codes in (levels, bits << 3)
         for first in (0, 4, 1, 5)
     ]
-    parts = (grid.astype(np.uint8), grid, *planes)
+    shifts = np.arange(0, 8, 2, dtype=np.uint8)
+    quads = [np.bitwise_or.reduce(levels[:, i : i + 4] << shifts, 1) for i in (0, 4)]
+    magnitudes = np.tile(np.array([*IQ2_LEVELS, 0.0], dtype=np.uint8), 16)
+    signs = np.packbits(bits, axis=1, bitorder="little").ravel()
+    parts = (grid.astype(np.uint8), grid, *planes, *quads, magnitudes, signs)
     joined = np.concatenate([np.ascontiguousarray(part).view(np.uint8).ravel() for part in parts])
     room = np.empty(joined.size + 64, dtype=np.uint8)
     first = -room.__array_interface__["data"][0] % 64

@@ -1,8 +1,7 @@
 """Products with activations rounded to 8 bits: integer dot products, exact on any CPU.
 
-A row of activations is rounded in blocks of 32 with one float32 scale each, from that row alone.
-Block by block the integer sums are exact, so instructions for them and their portable form give the
-same bits.
+The integer sums are exact, so instructions for them and their portable form give the same bits;
+what is float32 runs in one order. See `rounding` for the rows.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from ds4flow.kernels.cpu.emit import (
     I16,
     I32,
     I64,
-    MAGIC,
     V16F,
     V16I,
     Builder,
@@ -29,87 +27,38 @@ from ds4flow.kernels.cpu.emit import (
     call,
     constant,
     fma,
+    half_to_float,
     load,
     loop,
     offset,
     room,
     shuffle,
-    splat,
     store,
-    tree_sum,
+    tree_sums,
     vector,
 )
 from ds4flow.kernels.cpu.formats import (
+    LEVELS,
+    QUADS,
+    SIGNS,
+    V64,
     Format,
     Target,
     half,
+    iq2_xxs_fields,
     iq2_xxs_octets,
     iq2_xxs_signs,
     iq2_xxs_steps,
+    look_up_bytes,
     mxfp4_scale,
     q4_k_scales,
-    unsigned,
 )
+from ds4flow.kernels.cpu.rounding import CHUNK, Row
 from ds4flow.kernels.cpu.tiles import fetch_ahead, function, groups
 
-CHUNK = 64  # codes of one step: two blocks of activations, 16 sums of four products
-V64 = vector(I8, CHUNK)
-
-
-# A rounded row of k activations holds, one after the other: k signed codes, k codes + 128, k / 32
-# scales, k / 32 sums of 32 activations and k / 16 sums of 16 (all float32), padded to whole cache
-# lines.
-
-
-# --- rounding of a row ----------------------------------------------------------------------------
-
-
-def _reduce(b: Builder, v: Value, join: Callable[[Value, Value], Value]) -> Value:
-    while v.type.count > 1:
-        part = v.type.count // 2
-        low = shuffle(b, v, None, range(part))
-        v = join(low, shuffle(b, v, None, range(part, 2 * part)))
-    return b.extract_element(v, I32(0))
-
-
-def emit_round(b: Builder, target: Target, arguments: Sequence[Value]) -> None:
-    """Round a row of `k` float32 (address x) to 8 bits (address y); `k` a multiple of 32.
-
-    The largest magnitude of a block is found on the bit patterns, so that a value that is not a
-    number makes the scale, and with it every product, not a number.
-    """
-    x, k, y = arguments
-    scales = b.add(y, b.shl(k, I64(1)))
-    sums = b.add(scales, b.lshr(k, I64(3)))
-    part_sums = b.add(sums, b.lshr(k, I64(3)))
-
-    def most(left: Value, right: Value) -> Value:
-        return b.select(b.icmp_signed(">", left, right), left, right)
-
-    with loop(b, I64(0), b.lshr(k, I64(5))) as block:
-        parts = [load(b, b.add(x, b.shl(block, I64(7))), V16F, 64 * i) for i in range(2)]
-        mask = bits_constant(V16I, 0x7FFFFFFF)
-        sizes = [b.and_(b.bitcast(part, V16I), mask) for part in parts]
-        largest = b.bitcast(_reduce(b, most(*sizes), most), F32)
-        scale = b.fdiv(largest, F32(127.0))
-        none = b.fcmp_ordered("==", largest, F32(0.0))
-        inverse = b.select(none, F32(0.0), b.fdiv(F32(127.0), largest))
-        codes = b.add(y, b.shl(block, I64(5)))
-        total = I32(0)
-        for i, part in enumerate(parts):
-            moved = fma(b, part, splat(b, inverse), constant(V16F, MAGIC))
-            whole = b.sub(b.bitcast(moved, V16I), b.bitcast(constant(V16F, MAGIC), V16I))
-            narrow = b.trunc(whole, vector(I8))
-            store(b, narrow, codes, 16 * i)
-            raised = b.xor(narrow, bits_constant(narrow.type, 0x80))
-            store(b, raised, b.add(codes, k), 16 * i)
-            sum_ = _reduce(b, whole, b.add)
-            total = b.add(total, sum_)
-            weighted = b.fmul(b.sitofp(sum_, F32), scale)
-            store(b, weighted, b.add(part_sums, b.shl(block, I64(3))), 4 * i)
-        at = b.shl(block, I64(2))
-        store(b, scale, b.add(scales, at))
-        store(b, b.fmul(b.sitofp(total, F32), scale), b.add(sums, at))
+TOGETHER = 4  # weight rows whose sums are added up side by side
+BATCH = 16  # weight rows that stay in the cache while several tiles of activations meet them
+ROWS = (4, 3, 2, 1)  # activation rows of a tile
 
 
 # --- codes of the formats -------------------------------------------------------------------------
@@ -117,35 +66,36 @@ def emit_round(b: Builder, target: Target, arguments: Sequence[Value]) -> None:
 
 @dataclass(frozen=True)
 class Codes:
-    """64 weight codes and their scales (`<2 x float>` or `<4 x float>`, one per 32 or 16 codes)."""
+    """64 weight codes with their scales by lanes of four codes (`<16 x float>`)."""
 
     codes: Value
     scales: Value
     signed: bool
 
 
-Minima = Value  # `<8 x float>` or `<16 x float>`: what 32 or 16 weights subtract per activation
-SmallDecoder = Callable[[Builder, Value, Value, Target], tuple[Value, Value]]
-LargeDecoder = Callable[[Builder, Value, Value, Target], tuple[Minima | None, Iterator[Codes]]]
+Block = tuple[Value, Value]  # 32 signed codes and their scale
+SmallDecoder = Callable[[Builder, Value, Value, Target], Block]
+LargeDecoder = Callable[[Builder, Value, Target], tuple[Value, Iterator[Codes]]]
 
 
 def _both(b: Builder, low: Value, high: Value) -> Value:
     return shuffle(b, low, high, range(2 * low.type.count))
 
 
-def _two(b: Builder, first: Value, second: Value) -> Value:
-    pair = b.insert_element(ir.Constant(vector(F32, 2), ir.Undefined), first, I32(0))
-    return b.insert_element(pair, second, I32(1))
+def _spread(b: Builder, values: Value, lanes: Sequence[int]) -> Value:
+    """One value for every four lanes, or every eight."""
+    each = 16 // len(lanes)
+    return shuffle(b, values, None, [lane for lane in lanes for _ in range(each)])
 
 
-def _small_q8_0(b: Builder, block: Value, tables: Value, target: Target) -> tuple[Value, Value]:
+def _small_q8_0(b: Builder, block: Value, tables: Value, target: Target) -> Block:
     return load(b, block, vector(I8, 32), 2), half(b, block, 0, target)
 
 
 MXFP4_CODES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values
 
 
-def _small_mxfp4(b: Builder, block: Value, tables: Value, target: Target) -> tuple[Value, Value]:
+def _small_mxfp4(b: Builder, block: Value, tables: Value, target: Target) -> Block:
     packed = load(b, block, vector(I8), 1)
     low = b.and_(packed, constant(packed.type, 15))
     nibbles = _both(b, low, b.lshr(packed, constant(packed.type, 4)))
@@ -169,71 +119,52 @@ def _small_mxfp4(b: Builder, block: Value, tables: Value, target: Target) -> tup
     return value, b.fmul(mxfp4_scale(b, exponent), F32(0.5))
 
 
-def _large_q4_k(
-    b: Builder, block: Value, tables: Value, target: Target
-) -> tuple[Minima | None, Iterator[Codes]]:
-    codes = b.sitofp(q4_k_scales(b, block), V16F)
-    scale = b.fmul(shuffle(b, codes, None, range(8)), splat(b, half(b, block, 0, target), 8))
-    minima = shuffle(b, codes, None, range(8, 16))
+def _large_q4_k(b: Builder, block: Value, target: Target) -> tuple[Value, Iterator[Codes]]:
+    """Minima of every 16 weights, negative, and the codes in the order FOURS."""
+    both = half_to_float(b, load(b, block, vector(I16, 2)), target.native_half)
+    units = shuffle(b, both, None, [0] * 8 + [1] * 8)
+    signs = ir.Constant(V16F, [F32(1.0)] * 8 + [F32(-1.0)] * 8)
+    scales = b.fmul(b.sitofp(q4_k_scales(b, block), V16F), b.fmul(units, signs))
 
     def chunks() -> Iterator[Codes]:
-        for pair in range(4):
-            packed = load(b, block, vector(I8, 32), 16 + 32 * pair)
-            low = b.and_(packed, constant(packed.type, 15))
-            codes = _both(b, low, b.lshr(packed, constant(packed.type, 4)))
-            yield Codes(codes, shuffle(b, scale, None, (2 * pair, 2 * pair + 1)), signed=False)
+        for pair in range(2):
+            packed = load(b, block, V64, 16 + CHUNK * pair)
+            for nibble in range(2):
+                codes = _field(b, packed, 4 * nibble, 15)
+                lanes = (4 * pair + nibble, 4 * pair + nibble + 2)
+                yield Codes(codes, _spread(b, scales, lanes), signed=False)
 
-    return b.fmul(minima, splat(b, half(b, block, 2, target), 8)), chunks()
-
-
-def _large_q2_k(
-    b: Builder, block: Value, tables: Value, target: Target
-) -> tuple[Minima | None, Iterator[Codes]]:
-    packed = load(b, block, vector(I8))
-    fine = unsigned(b, b.and_(packed, constant(packed.type, 15)))
-    coarse = unsigned(b, b.lshr(packed, constant(packed.type, 4)))
-    scale = b.fmul(fine, splat(b, half(b, block, 80, target)))
-
-    def chunks() -> Iterator[Codes]:
-        for chunk in range(4):
-            quads = load(b, block, vector(I8, 32), 16 + 32 * (chunk // 2))
-            parts = []
-            for shift in (4 * (chunk % 2), 4 * (chunk % 2) + 2):
-                moved = b.lshr(quads, constant(quads.type, shift)) if shift else quads
-                parts.append(b.and_(moved, constant(quads.type, 3)))
-            four = shuffle(b, scale, None, range(4 * chunk, 4 * chunk + 4))
-            yield Codes(_both(b, *parts), four, signed=False)
-
-    return b.fmul(coarse, splat(b, half(b, block, 82, target))), chunks()
+    return shuffle(b, scales, None, [8 + lane // 2 for lane in range(16)]), chunks()
 
 
-def _large_iq2_xxs(
-    b: Builder, block: Value, tables: Value, target: Target
-) -> tuple[Minima | None, Iterator[Codes]]:
-    words = load(b, block, V16I, 2)
-    signs = shuffle(b, words, None, range(1, 16, 2))
-    scales = b.fmul(iq2_xxs_steps(b, signs), splat(b, half(b, block, 0, target), 8))
-    masks = room(b, 32)
-    store(b, iq2_xxs_signs(b, signs), masks)
+def _field(b: Builder, packed: Value, start: int, mask: int) -> Value:
+    """Some bits of every byte; bytes have no shift of their own, so pairs of them are moved."""
+    if start:
+        pairs = b.bitcast(packed, vector(I16, packed.type.count // 2))
+        packed = b.bitcast(b.lshr(pairs, constant(pairs.type, start)), packed.type)
+    return b.and_(packed, constant(packed.type, mask))
+
+
+def _large_q2_k(b: Builder, block: Value, target: Target) -> tuple[Value, Iterator[Codes]]:
+    """Minima of every 16 weights, negative, and the codes in the order EIGHTS."""
+    both = half_to_float(b, load(b, block, vector(I16, 2), 80), target.native_half)
+    packed = b.zext(load(b, block, vector(I8)), V16I)
+    fine = b.sitofp(b.and_(packed, constant(V16I, 15)), V16F)
+    coarse = b.sitofp(b.lshr(packed, constant(V16I, 4)), V16F)
+    scale = b.fmul(fine, shuffle(b, both, None, [0] * 16))
+    quads = load(b, block, V64, 16)
 
     def chunks() -> Iterator[Codes]:
-        for pair in range(4):
-            octets = [iq2_xxs_octets(b, block, tables, 2 * pair + g) for g in range(2)]
-            codes = b.bitcast(_both(b, *octets), V64)
-            negative = b.bitcast(load(b, masks, I64, 8 * pair), vector(I1, CHUNK))
-            codes = b.select(negative, b.neg(codes), codes)
-            yield Codes(codes, shuffle(b, scales, None, (2 * pair, 2 * pair + 1)), signed=True)
+        for part in range(4):
+            lanes = (2 * part, 2 * part + 1, 2 * part + 8, 2 * part + 9)
+            yield Codes(_field(b, quads, 2 * part, 3), _spread(b, scale, lanes), signed=False)
 
-    return None, chunks()
+    return b.fmul(coarse, b.fneg(shuffle(b, both, None, [1] * 16))), chunks()
 
 
 SMALL: dict[str, SmallDecoder] = {"Q8_0": _small_q8_0, "MXFP4": _small_mxfp4}
-LARGE: dict[str, LargeDecoder] = {
-    "Q4_K": _large_q4_k,
-    "Q2_K": _large_q2_k,
-    "IQ2_XXS": _large_iq2_xxs,
-}
-ROUNDED = frozenset({*SMALL, *LARGE})
+LARGE: dict[str, LargeDecoder] = {"Q4_K": _large_q4_k, "Q2_K": _large_q2_k}
+ROUNDED = frozenset({*SMALL, *LARGE, "IQ2_XXS"})
 """Formats whose products can take rounded activations; the others always take float32."""
 
 
@@ -259,88 +190,114 @@ def _dot(b: Builder, target: Target, start: Value, raised: Value, signed: Value)
 
 
 def tile(b: Builder, form: Format, target: Target, rows: int) -> Value:
-    """The tile function of one weight row and `rows` rounded activation rows.
+    """The tile function of some weight rows and `rows` rounded activation rows.
 
-    Arguments (i64): the weight row, activation row 0 and its stride, k, output 0 and its row
-    stride, the tables.
+    Arguments (i64): weight row 0 and its stride, their number, activation row 0 and its stride, k,
+    output (0, 0) and its row stride, the tables.
     """
 
     def body(inner: Builder, arguments: Sequence[Value]) -> None:
         _Tile(inner, form, target, rows, arguments).emit()
 
-    return function(b, f"tile_int8_{form.name}_{rows}", 7, body)
+    return function(b, f"tile_int8_{form.name}_{rows}", 9, body)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Two IQ2_XXS blocks: place of their activations, index bytes, words with signs, scales."""
+
+    blocks: tuple[Value, Value]
+    first: Value
+    indices: Value
+    signs: Value
+    scales: Value
 
 
 class _Tile:
-    """One weight row times some rounded rows: integer sums by chunk, float32 sums over chunks."""
+    """Weight rows times some rounded rows: integer sums by lane, float32 sums over blocks."""
 
     def __init__(
         self, b: Builder, form: Format, target: Target, rows: int, arguments: Sequence[Value]
     ) -> None:
         self.b, self.form, self.target = b, form, target
-        self.weights, x, stride, self.k, self.y, self.y_stride, self.tables = arguments
+        self.weights, self.stride, self.count, x, stride, self.k, *rest = arguments
+        self.y, self.y_stride, self.tables = rest
         self.rows = [b.add(x, b.mul(stride, I64(m))) if m else x for m in range(rows)]
+        self.row = Row(b, self.k)
         self.sums = Variables(b, V16F, rows, constant(V16F, 0.0))
-        self.scales = b.shl(self.k, I64(1))  # byte offsets inside a rounded row
-        self.block_sums = b.add(self.scales, b.lshr(self.k, I64(3)))
-        self.part_sums = b.add(self.block_sums, b.lshr(self.k, I64(3)))
+        self.kept = room(b, 64 * TOGETHER * rows + 64)
 
-    def add(self, codes: Codes, first: Value, blocks: int = 2) -> None:
-        """Add the products of 64 codes with the activations from number `first` on."""
+    def emit(self) -> None:
+        """All weight rows: their lanes' sums first, then the totals of a few at once."""
         b = self.b
-        start = constant(V16I, 0)
+        kept = b.and_(b.add(self.kept, I64(63)), I64(-64))
+        if self.form.name == "IQ2_XXS":
+            multiply = self._columns if self.target.bytes else self._octets
+        else:
+            multiply = self._small if self.form.name in SMALL else self._large
+        with loop(b, I64(0), self.count, TOGETHER) as first:
+            rest = b.sub(self.count, first)
+            whole = b.icmp_signed(">=", rest, I64(TOGETHER))
+            with loop(b, I64(0), b.select(whole, I64(TOGETHER), rest)) as i:
+                for m in range(len(self.rows)):
+                    self.sums[m] = constant(V16F, 0.0)
+                multiply(b.add(self.weights, b.mul(b.add(first, i), self.stride)))
+                for m in range(len(self.rows)):
+                    store(b, self.sums[m], b.add(kept, b.shl(i, I64(6))), 64 * TOGETHER * m)
+            out = b.add(self.y, b.shl(first, I64(2)))
+            with b.if_else(whole) as (all_, some):
+                with all_:
+                    self._totals(kept, out, TOGETHER)
+                with some, loop(b, I64(0), rest) as i:
+                    self._totals(b.add(kept, b.shl(i, I64(6))), b.add(out, b.shl(i, I64(2))), 1)
+
+    def _totals(self, kept: Value, out: Value, count: int) -> None:
+        b = self.b
+        for m in range(len(self.rows)):
+            lanes = [load(b, kept, V16F, 64 * (TOGETHER * m + i)) for i in range(count)]
+            store(b, tree_sums(b, lanes), b.add(out, b.mul(self.y_stride, I64(m))))
+
+    def _add(self, m: int, dots: Value, scale: Value) -> None:
+        """Add integer sums times the scales of both sides."""
+        b = self.b
+        self.sums[m] = fma(b, b.sitofp(dots, V16F), scale, self.sums[m])
+
+    def _chunk(self, codes: Codes, first: Value) -> None:
+        """Add the products of 64 codes with the activations at place `first` of their order."""
+        b, zero = self.b, constant(V16I, 0)
+        start = zero
         if codes.signed:  # activations are raised by 128 to be unsigned: take that off again
             raised = bits_constant(V64, 0x80)
-            start = b.neg(_dot(b, self.target, start, raised, codes.codes))
-        per = 16 // codes.scales.type.count
-        spread = [lane // per for lane in range(16)]
-        halves = [lane // 8 for lane in range(16)]
-        scale = shuffle(b, codes.scales, None, spread)
+            start = b.neg(_dot(b, self.target, zero, raised, codes.codes))
         for m, row in enumerate(self.rows):
             at = b.add(row, first)
             if codes.signed:
-                values = load(b, b.add(at, self.k), V64)
+                values = load(b, b.add(at, self.row.raised), V64)
                 dots = _dot(b, self.target, start, values, codes.codes)
             else:
                 dots = _dot(b, self.target, start, codes.codes, load(b, at, V64))
-            place = b.add(b.add(row, self.scales), b.lshr(first, I64(3)))
-            pair = load(b, place, vector(F32, 2)) if blocks == 2 else self._one(place)
-            factor = b.fmul(scale, shuffle(b, pair, None, halves))
-            self.sums[m] = fma(b, b.sitofp(dots, V16F), factor, self.sums[m])
+            spread = load(b, b.add(at, self.row.spread), V16F)
+            self._add(m, dots, b.fmul(codes.scales, spread))
 
-    def _one(self, place: Value) -> Value:
-        return _two(self.b, load(self.b, place, F32), F32(0.0))
-
-    def emit(self) -> None:
-        b = self.b
-        if self.form.name in SMALL:
-            self._small()
-            totals = [tree_sum(b, self.sums[m]) for m in range(len(self.rows))]
-        else:
-            less = self._large()
-            totals = []
-            for m in range(len(self.rows)):
-                total = tree_sum(b, self.sums[m])
-                totals.append(total if less is None else b.fsub(total, tree_sum(b, less[m])))
-        for m, total in enumerate(totals):
-            store(b, total, b.add(self.y, b.mul(self.y_stride, I64(m))))
-
-    def _small(self) -> None:
+    def _small(self, weights: Value) -> None:
         """Blocks of 32, two at a time; an odd last one meets zeros."""
         b, size = self.b, self.form.size
         decode = SMALL[self.form.name]
         pairs = b.lshr(self.k, I64(6))
 
         def run(index: Value, blocks: int) -> None:
-            block = b.add(self.weights, b.mul(index, I64(2 * size)))
+            block = b.add(weights, b.mul(index, I64(2 * size)))
             fetch_ahead(b, block, blocks * size)
             codes, scale = decode(b, block, self.tables, self.target)
             if blocks == 2:
                 more, other = decode(b, offset(b, block, size), self.tables, self.target)
             else:
                 more, other = constant(codes.type, 0), F32(0.0)
-            made = Codes(_both(b, codes, more), _two(b, scale, other), signed=True)
-            self.add(made, b.shl(index, I64(6)), blocks)
+            pair = ir.Constant(vector(F32, 2), ir.Undefined)
+            for place, value in enumerate((scale, other)):
+                pair = b.insert_element(pair, value, I32(place))
+            made = Codes(_both(b, codes, more), _spread(b, pair, (0, 1)), signed=True)
+            self._chunk(made, b.shl(index, I64(6)))
 
         with loop(b, I64(0), pairs) as index:
             run(index, 2)
@@ -348,31 +305,99 @@ class _Tile:
         with b.if_then(odd):
             run(pairs, 1)
 
-    def _large(self) -> Variables | None:
-        """Blocks of 256; returns the sums of what their minima subtract."""
+    def _large(self, weights: Value) -> None:
+        """Blocks of 256, whose minima meet the sums of 16 activations."""
         b = self.b
-        decode = LARGE[self.form.name]
-        less: Variables | None = None
-        if self.form.name in ("Q4_K", "Q2_K"):
-            kind = vector(F32, 8 if self.form.name == "Q4_K" else 16)
-            less = Variables(b, kind, len(self.rows), constant(kind, 0.0))
         with loop(b, I64(0), b.lshr(self.k, I64(8))) as index:
-            block = b.add(self.weights, b.mul(index, I64(self.form.size)))
+            block = b.add(weights, b.mul(index, I64(self.form.size)))
             fetch_ahead(b, block, self.form.size)
-            minima, chunks = decode(b, block, self.tables, self.target)
-            first = b.shl(index, I64(8))
-            if less is not None and minima is not None:
-                eight = minima.type.count == 8
-                sums = b.add(
-                    self.block_sums if eight else self.part_sums,
-                    b.lshr(first, I64(3 if eight else 2)),
-                )
+            minima, chunks = LARGE[self.form.name](b, block, self.target)
+            sums = b.add(self.row.sums, b.shl(index, I64(6)))
+            for m, row in enumerate(self.rows):
+                self.sums[m] = fma(b, minima, load(b, b.add(row, sums), V16F), self.sums[m])
+            for number, codes in enumerate(chunks):
+                self._chunk(codes, offset(b, b.shl(index, I64(8)), CHUNK * number))
+
+    # IQ2_XXS: two blocks at a time, one group of 32 weights a lane; the last block stands in, with
+    # zeros beside it, for one that is missing.
+
+    def _pairs(self, weights: Value) -> Iterator[_Pair]:
+        b = self.b
+        blocks = b.lshr(self.k, I64(8))
+        with loop(b, I64(0), blocks, 2) as index:
+            block = b.add(weights, b.mul(index, I64(66)))
+            more = b.icmp_signed("<", b.add(index, I64(1)), blocks)
+            other = b.select(more, offset(b, block, 66), block)
+            fetch_ahead(b, block, 128)
+            words, others = (load(b, start, V16I, 2) for start in (block, other))
+            signs = shuffle(b, words, others, range(1, 32, 2))
+            units = ir.Constant(vector(I16, 2), ir.Undefined)
+            for place, start in enumerate((block, other)):
+                units = b.insert_element(units, load(b, start, I16), I32(place))
+            unit = _spread(b, half_to_float(b, units, self.target.native_half), (0, 1))
+            scales = b.fmul(unit, iq2_xxs_steps(b, signs))
+            indices = b.bitcast(shuffle(b, words, others, range(0, 32, 2)), V64)
+            yield _Pair((block, other), b.shl(index, I64(8)), indices, signs, scales)
+
+    def _scaled(self, pair: _Pair, dots: Sequence[Value]) -> None:
+        b = self.b
+        at = b.add(self.row.scales, b.lshr(pair.first, I64(3)))
+        for m, row in enumerate(self.rows):
+            self._add(m, dots[m], b.fmul(pair.scales, load(b, b.add(row, at), V16F)))
+
+    def _columns(self, weights: Value) -> None:
+        """By columns: weight j of every octet in one vector, so a lane of four bytes is a group."""
+        b, zero = self.b, constant(V64, 0)
+        pairs16 = vector(I16, 32)
+        levels = self._table(LEVELS, 1)[0]
+        for pair in self._pairs(weights):
+            bits = look_up_bytes(b, self._table(SIGNS, 2), iq2_xxs_fields(b, pair.signs))
+            dots = [constant(V16I, 0)] * len(self.rows)
+            for plane in range(2):
+                codes = look_up_bytes(b, self._table(QUADS + 256 * plane, 4), pair.indices)
+                for number in range(4):
+                    moved = b.lshr(b.bitcast(codes, pairs16), constant(pairs16, 2 * number))
+                    # a table of 64 that repeats every four needs no mask
+                    level = call(
+                        b, "llvm.x86.avx512.permvar.qi.512", V64, (levels, b.bitcast(moved, V64))
+                    )
+                    column = 4 * plane + number
+                    bit = b.and_(bits, bits_constant(V64, 1 << column))
+                    minus = b.icmp_signed("!=", bit, zero)
+                    for m, row in enumerate(self.rows):
+                        at = offset(b, b.add(row, pair.first), CHUNK * column)
+                        values = load(b, at, V64)
+                        signed = b.select(minus, b.sub(zero, values), values)
+                        dots[m] = _dot(b, self.target, dots[m], level, signed)
+            self._scaled(pair, dots)
+
+    def _table(self, start: int, vectors: int) -> list[Value]:
+        return [load(self.b, self.tables, V64, start + 64 * i) for i in range(vectors)]
+
+    def _octets(self, weights: Value) -> None:
+        """The same sums from the octets as they lie, two groups at a time."""
+        b = self.b
+        bits = room(b, 64)
+        for pair in self._pairs(weights):
+            store(b, iq2_xxs_signs(b, pair.signs), bits)
+            dots = [constant(V16I, 0)] * len(self.rows)
+            for number in range(8):
+                block, group = pair.blocks[number // 4], number % 4 * 2
+                octets = [iq2_xxs_octets(b, block, self.tables, group + i) for i in range(2)]
+                codes = b.bitcast(_both(b, *octets), V64)
+                minus = b.bitcast(load(b, bits, I64, 8 * number), vector(I1, CHUNK))
                 for m, row in enumerate(self.rows):
-                    values = load(b, b.add(row, sums), minima.type)
-                    less[m] = fma(b, minima, values, less[m])
-            for chunk, codes in enumerate(chunks):
-                self.add(codes, offset(b, first, CHUNK * chunk))
-        return less
+                    at = offset(b, b.add(b.add(row, self.row.raised), pair.first), CHUNK * number)
+                    values = load(b, at, V64)
+                    signed = b.select(minus, b.neg(values), values)
+                    lanes = _dot(b, self.target, constant(V16I, 0), codes, signed)
+                    for distance in (4, 2, 1):
+                        partners = [lane ^ distance for lane in range(16)]
+                        lanes = b.add(lanes, shuffle(b, lanes, None, partners))
+                    both = [2 * number, 2 * number + 1]
+                    places = [16 + 8 * (i - both[0]) if i in both else i for i in range(16)]
+                    dots[m] = shuffle(b, dots[m], lanes, places)
+            self._scaled(pair, dots)
 
 
 def emit_product(b: Builder, form: Format, target: Target, arguments: Sequence[Value]) -> None:
@@ -381,13 +406,16 @@ def emit_product(b: Builder, form: Format, target: Target, arguments: Sequence[V
     Arguments as of `tiles.emit_product`; `x` and its stride are those of the rounded rows.
     """
     weights, stride, k, x, x_stride, count, y, y_stride, first, last, _, tables = arguments
-    with loop(b, first, last) as n:
+    with loop(b, first, last, BATCH) as n:
         row = b.add(weights, b.mul(n, stride))
         out = b.add(y, b.shl(n, I64(2)))
+        rest = b.sub(last, n)
+        here = b.select(b.icmp_signed("<", rest, I64(BATCH)), rest, I64(BATCH))
 
         def run(size: int, m: Value) -> None:
             start = b.add(x, b.mul(m, x_stride))
             place = b.add(out, b.mul(m, y_stride))
-            b.call(tile(b, form, target, size), (row, start, x_stride, k, place, y_stride, tables))
+            shared = (start, x_stride, k, place, y_stride, tables)
+            b.call(tile(b, form, target, size), (row, stride, here, *shared))
 
-        groups(b, count, (4, 3, 2, 1), run)
+        groups(b, count, ROWS, run)

@@ -17,7 +17,7 @@ from numba import types
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
-from ds4flow.kernels.cpu import emit, int8, tiles
+from ds4flow.kernels.cpu import emit, int8, rounding, tiles
 from ds4flow.kernels.cpu.formats import BY_KIND, Target
 
 
@@ -439,4 +439,4 @@ def _emitter(name: str, emitter: Callable[..., None]) -> Any:
 scores = _emitter("scores", tiles.emit_scores)
 block_scores = _emitter("block_scores", tiles.emit_block_scores)
 blend = _emitter("blend", tiles.emit_blend)
-round_row = _emitter("round_row", int8.emit_round)
+round_row = _emitter("round_row", rounding.emit_round)

@@ -7,7 +7,7 @@ def _fields(count: int) -> range:
     return range(0, 8 * count, 8)
 
 
-# matrix: product kernel, address of row 0, bytes of a row, rows, columns, 1 when it takes rounded
+# matrix: product kernel, address of row 0, bytes of a row, rows, columns, 1 + order when it takes rounded
 # activations
 MATRIX_KERNEL, MATRIX_ADDRESS, MATRIX_STRIDE, MATRIX_ROWS, MATRIX_COLUMNS, MATRIX_ROUNDED = _fields(
     6

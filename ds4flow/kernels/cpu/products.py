@@ -42,6 +42,7 @@ from ds4flow.kernels.cpu.layout import (
     TASK_Y_STRIDE,
 )
 from ds4flow.kernels.cpu.library import helper
+from ds4flow.kernels.cpu.rounding import row_size
 
 TILE_COLUMNS = 12  # a multiple of the weight rows of every tile
 PARALLEL_WORK = 1 << 17  # multiplications below which a second thread costs more than it saves
@@ -465,17 +466,15 @@ def run(context: int, tasks: int, end: int) -> None:
     invoke(get(context + CONTEXT_BATCH), (context, tasks, end))
 
 
-@helper
-def row_bytes(columns: int) -> int:
-    """Bytes of a row rounded to 8 bits (see `int8`)."""
-    return (2 * columns + columns // 2 + 63) // 64 * 64
+row_bytes = helper(row_size)
 
 
 @helper
 def _same_rows(one: int, other: int) -> bool:
     """Whether two products of a batch take the same rounded rows."""
     return (
-        get(get(other + TASK_MATRIX) + MATRIX_ROUNDED) != 0
+        get(get(one + TASK_MATRIX) + MATRIX_ROUNDED)
+        == get(get(other + TASK_MATRIX) + MATRIX_ROUNDED)
         and get(one + TASK_X) == get(other + TASK_X)
         and get(one + TASK_X_STRIDE) == get(other + TASK_X_STRIDE)
         and get(one + TASK_COUNT) == get(other + TASK_COUNT)
@@ -487,9 +486,10 @@ def _same_rows(one: int, other: int) -> bool:
 @helper
 def _round_rows(at: int, out: int) -> int:
     """Round the activations of a product to 8 bits; returns the end of what was written."""
-    columns = get(get(at + TASK_MATRIX) + MATRIX_COLUMNS)
+    matrix = get(at + TASK_MATRIX)
+    columns, order = get(matrix + MATRIX_COLUMNS), get(matrix + MATRIX_ROUNDED) - 1
     for i in range(get(at + TASK_COUNT)):
-        round_row((get(at + TASK_X) + get(at + TASK_X_STRIDE) * i, columns, out))
+        round_row((get(at + TASK_X) + get(at + TASK_X_STRIDE) * i, columns, out, order))
         out += row_bytes(columns)
     return out
 

@@ -17,6 +17,7 @@ from ds4flow.kernels.cpu import layout
 from ds4flow.kernels.cpu.formats import FORMATS
 from ds4flow.kernels.cpu.library import Library
 from ds4flow.kernels.cpu.products import PRODUCTS, ROUNDED_PRODUCTS
+from ds4flow.kernels.cpu.rounding import NATURAL, ORDERS
 from ds4flow.model.config import ModelConfig
 from ds4flow.model.weights import (
     CompressorWeights,
@@ -113,7 +114,9 @@ class Records:
             put(made, base + layout.MATRIX_STRIDE, data.stride(-2) * item)
             put(made, base + layout.MATRIX_ROWS, rows if stacked else rows // parts)
             put(made, base + layout.MATRIX_COLUMNS, columns)
-            put(made, base + layout.MATRIX_ROUNDED, int(self._takes_rounded(stored.type)))
+            if self._takes_rounded(stored.type):
+                order = ORDERS.get(stored.type, NATURAL)
+                put(made, base + layout.MATRIX_ROUNDED, 1 + order)
         self.most_columns = max(self.most_columns, columns)
         return self._once(key, (weight, stored), made)
 
