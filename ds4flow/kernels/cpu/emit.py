@@ -95,6 +95,14 @@ def prefetch(b: Builder, address: Value) -> None:
     call(b, "llvm.prefetch.p0", ir.VoidType(), arguments)
 
 
+def opaque(b: Builder, address: Value) -> Value:
+    """The same address, of which the compiler knows nothing: what it points to is read in place.
+
+    Else tables are read before a loop and kept in more registers than there are.
+    """
+    return b.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [address], True)
+
+
 def suffix(kind: Any) -> str:
     """The type suffix of an overloaded LLVM intrinsic."""
     if isinstance(kind, ir.VectorType):

@@ -31,6 +31,7 @@ from ds4flow.kernels.cpu.emit import (
     load,
     loop,
     offset,
+    opaque,
     room,
     shuffle,
     store,
@@ -349,12 +350,14 @@ class _Tile:
         """By columns: weight j of every octet in one vector, so a lane of four bytes is a group."""
         b, zero = self.b, constant(V64, 0)
         pairs16 = vector(I16, 32)
-        levels = self._table(LEVELS, 1)[0]
+        levels = _vectors(b, self.tables, LEVELS, 1)[0]
         for pair in self._pairs(weights):
-            bits = look_up_bytes(b, self._table(SIGNS, 2), iq2_xxs_fields(b, pair.signs))
+            tables = opaque(b, self.tables)
+            signs = _vectors(b, tables, SIGNS, 2)
+            bits = look_up_bytes(b, signs, iq2_xxs_fields(b, pair.signs))
             dots = [constant(V16I, 0)] * len(self.rows)
             for plane in range(2):
-                codes = look_up_bytes(b, self._table(QUADS + 256 * plane, 4), pair.indices)
+                codes = look_up_bytes(b, _vectors(b, tables, QUADS + 256 * plane, 4), pair.indices)
                 for number in range(4):
                     moved = b.lshr(b.bitcast(codes, pairs16), constant(pairs16, 2 * number))
                     # a table of 64 that repeats every four needs no mask
@@ -370,9 +373,6 @@ class _Tile:
                         signed = b.select(minus, b.sub(zero, values), values)
                         dots[m] = _dot(b, self.target, dots[m], level, signed)
             self._scaled(pair, dots)
-
-    def _table(self, start: int, vectors: int) -> list[Value]:
-        return [load(self.b, self.tables, V64, start + 64 * i) for i in range(vectors)]
 
     def _octets(self, weights: Value) -> None:
         """The same sums from the octets as they lie, two groups at a time."""
@@ -398,6 +398,10 @@ class _Tile:
                     places = [16 + 8 * (i - both[0]) if i in both else i for i in range(16)]
                     dots[m] = shuffle(b, dots[m], lanes, places)
             self._scaled(pair, dots)
+
+
+def _vectors(b: Builder, tables: Value, start: int, count: int) -> list[Value]:
+    return [load(b, tables, V64, start + 64 * i) for i in range(count)]
 
 
 def emit_product(b: Builder, form: Format, target: Target, arguments: Sequence[Value]) -> None:
