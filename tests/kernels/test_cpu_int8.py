@@ -1,7 +1,9 @@
 """Rounded activations: what is rounded, what is exact, and that rows stay independent."""
 
 from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
@@ -15,7 +17,7 @@ from ds4flow.cache import KVCache
 from ds4flow.errors import UsageError
 from ds4flow.gguf import GgufFile
 from ds4flow.kernels.cpu import CpuKernels, lanes, products
-from ds4flow.kernels.cpu.formats import Target
+from ds4flow.kernels.cpu.emit import Target
 from ds4flow.model.config import ModelConfig
 from ds4flow.model.profile import find_profile
 from ds4flow.model.trunk import Model
@@ -97,35 +99,58 @@ def test_a_value_that_is_not_finite_is_not_hidden(kernels, type_name):
         assert not bool(torch.isfinite(got[1]).any())
 
 
-def portable(function: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> int:
-    """Address of a product kernel compiled without instructions that not every CPU has."""
-    monkeypatch.setattr(
-        lanes, "target_of", lambda context: Target(native_half=False, vnni=False, wide=False)
-    )
+PLAIN = Target(native_half=False, vnni=False, wide=False)
+LESSER = {
+    "plain": PLAIN,
+    "AVX2": replace(PLAIN, native_half=True, pairs=True),
+    "AVX-512": replace(PLAIN, native_half=True, pairs=True, wide=True),
+    "AVX512-VNNI": replace(PLAIN, native_half=True, pairs=True, wide=True, vnni=True),
+}
+"""Targets with instructions that a newer x86-64 CPU has as well."""
+
+
+def compiled_for(
+    target: Target, function: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> int:
+    """Address of a product kernel compiled with the instructions of another CPU."""
+    monkeypatch.setattr(lanes, "target_of", lambda context: target)
     made = numba.cfunc(types.int64(*[types.int64] * 12), error_model="numpy")(function)
     KEPT.append(made)
     return made.address
 
 
+def native() -> Any:
+    """Numba's context for this CPU."""
+    return numba.core.registry.cpu_target.target_context
+
+
 KEPT: list[object] = []  # machine code lives as long as the object
 
 
-@pytest.mark.parametrize("type_name", ["F16", "Q8_0", "Q2_K"])
-def test_portable_code_gives_the_same_bits(config, type_name, monkeypatch):
-    """Without half conversion and integer dot instructions: other code, equal results."""
-    columns = 512
+@pytest.mark.parametrize(
+    ("type_name", "mode", "lesser"),
+    [
+        *((name, "f32", "plain") for name in ("F16", "Q8_0", "Q2_K")),
+        ("IQ2_XXS", "f32", "AVX-512"),
+        *((name, "int8", "plain") for name in ("Q8_0", "Q2_K")),
+        *((name, "int8", "AVX2") for name in ROUNDED),
+        ("IQ2_XXS", "int8", "AVX512-VNNI"),
+    ],
+)
+def test_other_instructions_give_the_same_bits(config, type_name, mode, lesser, monkeypatch):
+    """Other code for other CPUs, equal results; what this CPU cannot run is skipped."""
+    target, columns = LESSER[lesser], 768
+    own = lanes.target_of(native())
+    if any(getattr(target, field.name) > getattr(own, field.name) for field in fields(target)):
+        pytest.skip(f"this CPU has no {lesser}")
     weight = stored_weight(type_name, 21, columns)
     x = inputs(3, columns)
-    modes = [("f32", products.PRODUCTS)]
-    if type_name in ROUNDED:
-        modes.append(("int8", products.ROUNDED_PRODUCTS))
-    for mode, kernels_by_type in modes:
-        usual = CpuKernels(config, find_profile("plain"), threads=1, activations=mode)
-        wanted = usual.linear(x, weight)
-        address = portable(kernels_by_type[type_name], monkeypatch)
-        records = usual._context.records.matrices(weight)
-        records[0] = address
-        assert torch.equal(usual.linear(x, weight), wanted)
+    usual = CpuKernels(config, find_profile("plain"), threads=1, activations=mode)
+    wanted = usual.linear(x, weight)
+    kernels_by_type = products.PRODUCTS if mode == "f32" else products.ROUNDED_PRODUCTS
+    records = usual._context.records.matrices(weight)
+    records[0] = compiled_for(target, kernels_by_type[type_name], monkeypatch)
+    assert torch.equal(usual.linear(x, weight), wanted)
 
 
 def test_unknown_mode_names_the_known_ones(config):

@@ -23,7 +23,7 @@ from ds4flow.kernels.cpu import (
     threads,
     tiles,
 )
-from ds4flow.kernels.cpu.formats import lookup_tables
+from ds4flow.kernels.cpu.iq2_xxs import lookup_tables
 from ds4flow.kernels.cpu.library import library
 from ds4flow.kernels.cpu.linking import entry
 from ds4flow.kernels.cpu.records import Records, address, put, put_float, record

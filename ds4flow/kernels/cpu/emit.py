@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -21,6 +22,18 @@ F32, F64 = ir.FloatType(), ir.DoubleType()
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 V16F = ir.VectorType(F32, LANES)
 V16I = ir.VectorType(I32, LANES)
+V64 = ir.VectorType(I8, 64)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the decoders may use of the CPU that the code is compiled for."""
+
+    native_half: bool
+    vnni: bool  # dot products of 64 bytes
+    wide: bool  # 32 registers of 16 lanes; otherwise 8 at most
+    bytes: bool = False  # wide, and looks up bytes in tables of 128
+    pairs: bool = False  # sums of two products of bytes (AVX2)
 
 
 def vector(kind: Any, lanes: int = LANES) -> Any:
@@ -93,6 +106,21 @@ def prefetch(b: Builder, address: Value) -> None:
     pointer = b.inttoptr(address, I8.as_pointer())
     arguments = (pointer, I32(0), I32(3), I32(1))  # for reading, into all caches, data
     call(b, "llvm.prefetch.p0", ir.VoidType(), arguments)
+
+
+def broadcast(b: Builder, record: Value, distance: int) -> Value:
+    """The float32 at a byte address in every lane."""
+    return splat(b, load(b, record, F32, distance))
+
+
+def floats(b: Builder, values: Sequence[float]) -> Value:
+    """A constant vector of float32."""
+    return ir.Constant(vector(F32, len(values)), [F32(value) for value in values])
+
+
+def look_up(b: Builder, values: Value, codes: Value) -> Value:
+    """Lanes of `values` by the low four bits of `codes` (one instruction of wide targets)."""
+    return call(b, "llvm.x86.avx512.permvar.sf.512", V16F, (values, codes))
 
 
 def opaque(b: Builder, address: Value) -> Value:

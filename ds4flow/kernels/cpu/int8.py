@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from llvmlite import ir  # type: ignore[import-untyped]
 
+from ds4flow.kernels.cpu import iq2_xxs
 from ds4flow.kernels.cpu.emit import (
     F32,
     I1,
@@ -20,7 +21,9 @@ from ds4flow.kernels.cpu.emit import (
     I64,
     V16F,
     V16I,
+    V64,
     Builder,
+    Target,
     Value,
     Variables,
     bits_constant,
@@ -38,22 +41,7 @@ from ds4flow.kernels.cpu.emit import (
     tree_sums,
     vector,
 )
-from ds4flow.kernels.cpu.formats import (
-    LEVELS,
-    QUADS,
-    SIGNS,
-    V64,
-    Format,
-    Target,
-    half,
-    iq2_xxs_fields,
-    iq2_xxs_octets,
-    iq2_xxs_signs,
-    iq2_xxs_steps,
-    look_up_bytes,
-    mxfp4_scale,
-    q4_k_scales,
-)
+from ds4flow.kernels.cpu.formats import Format, half, mxfp4_scale, q4_k_scales
 from ds4flow.kernels.cpu.rounding import CHUNK, Row
 from ds4flow.kernels.cpu.tiles import fetch_ahead, function, groups
 
@@ -172,13 +160,31 @@ ROUNDED = frozenset({*SMALL, *LARGE, "IQ2_XXS"})
 # --- products -------------------------------------------------------------------------------------
 
 
-def _dot(b: Builder, target: Target, start: Value, raised: Value, signed: Value) -> Value:
-    """`start` (`<16 x i32>`) plus the sums of four products of unsigned and signed bytes."""
+def _dot(b: Builder, target: Target, start: Value, unsigned: Value, signed: Value) -> Value:
+    """`start` (`<16 x i32>`) plus the sums of four products of 64 unsigned and 64 signed bytes.
+
+    Without dot instructions the unsigned ones must be 128 at most, so that two products fit into 16
+    bits.
+    """
     if target.vnni:
-        wide = (b.bitcast(raised, V16I), b.bitcast(signed, V16I))
+        wide = (b.bitcast(unsigned, V16I), b.bitcast(signed, V16I))
         return call(b, "llvm.x86.avx512.vpdpbusd.512", V16I, (start, *wide))
+    if not target.pairs:
+        return b.add(start, _portable_dot(b, unsigned, signed))
+    # AVX-VNNI's dot products of 32 bytes were no faster than these two instructions
+    words, made = vector(I16), []
+    for half_ in range(2):
+        bytes_ = range(32 * half_, 32 * half_ + 32)
+        both = [shuffle(b, v, None, bytes_) for v in (unsigned, signed)]
+        twos = call(b, "llvm.x86.avx2.pmadd.ub.sw", words, both)
+        fours = (twos, constant(words, 1))
+        made.append(call(b, "llvm.x86.avx2.pmadd.wd", vector(I32, 8), fours))
+    return b.add(start, _both(b, *made))
+
+
+def _portable_dot(b: Builder, unsigned: Value, signed: Value) -> Value:
     words = vector(I16, CHUNK)
-    left, right = b.zext(raised, words), b.sext(signed, words)
+    left, right = b.zext(unsigned, words), b.sext(signed, words)
     pairs = None
     for parity in range(2):
         lanes = range(parity, CHUNK, 2)
@@ -187,7 +193,7 @@ def _dot(b: Builder, target: Target, start: Value, raised: Value, signed: Value)
         product = b.mul(x, y)
         pairs = product if pairs is None else b.add(pairs, product)
     even, odd = (shuffle(b, pairs, None, range(parity, 32, 2)) for parity in range(2))
-    return b.add(start, b.add(even, odd))
+    return b.add(even, odd)
 
 
 def tile(b: Builder, form: Format, target: Target, rows: int) -> Value:
@@ -265,18 +271,25 @@ class _Tile:
 
     def _chunk(self, codes: Codes, first: Value) -> None:
         """Add the products of 64 codes with the activations at place `first` of their order."""
-        b, zero = self.b, constant(V16I, 0)
-        start = zero
-        if codes.signed:  # activations are raised by 128 to be unsigned: take that off again
+        b, target = self.b, self.target
+        start, minus, unsigned = constant(V16I, 0), None, codes.codes
+        raise_ = codes.signed and target.vnni
+        if raise_:  # activations are raised by 128 to be unsigned: take that off again
             raised = bits_constant(V64, 0x80)
-            start = b.neg(_dot(b, self.target, zero, raised, codes.codes))
+            start = b.neg(_dot(b, target, start, raised, codes.codes))
+        elif codes.signed:  # the activations take the signs of the codes
+            minus = b.icmp_signed("<", codes.codes, constant(V64, 0))
+            unsigned = b.select(minus, b.neg(codes.codes), codes.codes)
         for m, row in enumerate(self.rows):
             at = b.add(row, first)
-            if codes.signed:
+            if raise_:
                 values = load(b, b.add(at, self.row.raised), V64)
-                dots = _dot(b, self.target, start, values, codes.codes)
+                dots = _dot(b, target, start, values, codes.codes)
             else:
-                dots = _dot(b, self.target, start, codes.codes, load(b, at, V64))
+                values = load(b, at, V64)
+                if minus is not None:
+                    values = b.select(minus, b.neg(values), values)
+                dots = _dot(b, target, start, unsigned, values)
             spread = load(b, b.add(at, self.row.spread), V16F)
             self._add(m, dots, b.fmul(codes.scales, spread))
 
@@ -336,7 +349,7 @@ class _Tile:
             for place, start in enumerate((block, other)):
                 units = b.insert_element(units, load(b, start, I16), I32(place))
             unit = _spread(b, half_to_float(b, units, self.target.native_half), (0, 1))
-            scales = b.fmul(unit, iq2_xxs_steps(b, signs))
+            scales = b.fmul(unit, iq2_xxs.group_steps(b, signs))
             indices = b.bitcast(shuffle(b, words, others, range(0, 32, 2)), V64)
             yield _Pair((block, other), b.shl(index, I64(8)), indices, signs, scales)
 
@@ -350,14 +363,16 @@ class _Tile:
         """By columns: weight j of every octet in one vector, so a lane of four bytes is a group."""
         b, zero = self.b, constant(V64, 0)
         pairs16 = vector(I16, 32)
-        levels = _vectors(b, self.tables, LEVELS, 1)[0]
+        levels = _vectors(b, self.tables, iq2_xxs.LEVELS, 1)[0]
         for pair in self._pairs(weights):
             tables = opaque(b, self.tables)
-            signs = _vectors(b, tables, SIGNS, 2)
-            bits = look_up_bytes(b, signs, iq2_xxs_fields(b, pair.signs))
+            signs = _vectors(b, tables, iq2_xxs.SIGNS, 2)
+            bits = iq2_xxs.look_up_bytes(b, signs, iq2_xxs.sign_fields(b, pair.signs))
             dots = [constant(V16I, 0)] * len(self.rows)
             for plane in range(2):
-                codes = look_up_bytes(b, _vectors(b, tables, QUADS + 256 * plane, 4), pair.indices)
+                codes = iq2_xxs.look_up_bytes(
+                    b, _vectors(b, tables, iq2_xxs.QUADS + 256 * plane, 4), pair.indices
+                )
                 for number in range(4):
                     moved = b.lshr(b.bitcast(codes, pairs16), constant(pairs16, 2 * number))
                     # a table of 64 that repeats every four needs no mask
@@ -379,11 +394,11 @@ class _Tile:
         b = self.b
         bits = room(b, 64)
         for pair in self._pairs(weights):
-            store(b, iq2_xxs_signs(b, pair.signs), bits)
+            store(b, iq2_xxs.sign_bits(b, pair.signs), bits)
             dots = [constant(V16I, 0)] * len(self.rows)
             for number in range(8):
                 block, group = pair.blocks[number // 4], number % 4 * 2
-                octets = [iq2_xxs_octets(b, block, self.tables, group + i) for i in range(2)]
+                octets = [iq2_xxs.group_octets(b, block, self.tables, group + i) for i in range(2)]
                 codes = b.bitcast(_both(b, *octets), V64)
                 minus = b.bitcast(load(b, bits, I64, 8 * number), vector(I1, CHUNK))
                 for m, row in enumerate(self.rows):

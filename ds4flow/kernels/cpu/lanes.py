@@ -18,7 +18,8 @@ from numba.core.typing.templates import ConcreteTemplate, infer_global, signatur
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
 from ds4flow.kernels.cpu import emit, int8, rounding, tiles
-from ds4flow.kernels.cpu.formats import BY_KIND, Target
+from ds4flow.kernels.cpu.emit import Target
+from ds4flow.kernels.cpu.formats import BY_KIND
 
 
 class _LanesType(types.Type):
@@ -94,6 +95,7 @@ def target_of(context: Any) -> Target:
         vnni=wide and "+avx512vnni" in enabled,
         wide=wide,
         bytes=wide and "+avx512vbmi" in enabled,
+        pairs="+avx2" in enabled,
     )
 
 

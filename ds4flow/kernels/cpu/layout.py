@@ -7,8 +7,8 @@ def _fields(count: int) -> range:
     return range(0, 8 * count, 8)
 
 
-# matrix: product kernel, address of row 0, bytes of a row, rows, columns, 1 + order when it takes rounded
-# activations
+# matrix: product kernel, address of row 0, bytes of a row, rows, columns, and 1 + the order of
+# the rounded activations that it takes, 0 for none
 MATRIX_KERNEL, MATRIX_ADDRESS, MATRIX_STRIDE, MATRIX_ROWS, MATRIX_COLUMNS, MATRIX_ROUNDED = _fields(
     6
 )

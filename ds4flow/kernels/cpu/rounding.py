@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from llvmlite import ir  # type: ignore[import-untyped]
-
 from ds4flow.kernels.cpu.emit import (
     F32,
     I8,
@@ -19,6 +17,7 @@ from ds4flow.kernels.cpu.emit import (
     V16F,
     V16I,
     Builder,
+    Target,
     Value,
     bits_constant,
     constant,
@@ -30,7 +29,6 @@ from ds4flow.kernels.cpu.emit import (
     store,
     vector,
 )
-from ds4flow.kernels.cpu.formats import Target
 
 BLOCK = 32  # activations of one scale
 CHUNK = 64  # codes of one vector
@@ -119,9 +117,7 @@ def _place(b: Builder, places: Value, block: Value) -> Value:
     return b.add(b.sub(block, inside), digit)
 
 
-def _store_scale(
-    b: Builder, y: Value, row: Row, block: Value, place: Value, scale: Value
-) -> None:
+def _store_scale(b: Builder, y: Value, row: Row, block: Value, place: Value, scale: Value) -> None:
     store(b, scale, b.add(b.add(y, row.scales), b.shl(block, I64(2))))
     store(b, splat(b, scale, 8), b.add(b.add(y, row.spread), b.shl(place, I64(5))))
 

@@ -18,6 +18,7 @@ from ds4flow.kernels.cpu.emit import (
     LANES,
     V16F,
     Builder,
+    Target,
     Value,
     Variables,
     constant,
@@ -31,7 +32,7 @@ from ds4flow.kernels.cpu.emit import (
     store,
     tree_sums,
 )
-from ds4flow.kernels.cpu.formats import BY_KIND, MOST_RECORD, SPARE, Format, Target
+from ds4flow.kernels.cpu.formats import BY_KIND, MOST_RECORD, SPARE, Format
 
 ROWS = 4  # most activation rows of a tile over stored weights
 COLUMNS = 4  # most weight rows of a tile
@@ -265,7 +266,7 @@ def decoder(b: Builder, form: Format, target: Target) -> Value:
 
 
 def scaler(b: Builder, form: Format, target: Target) -> Value:
-    """The function that writes the records of one row: its address, the output, the vectors, tables.
+    """The function that writes the records of one row: its address, the output, vectors, tables.
 
     A function of its own, so that what it writes is read again from memory, where a load into all
     lanes is free, instead of being kept in registers and shuffled.
