@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ds4flow.ranks import ranks
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -57,15 +59,8 @@ def top_gap(logits: torch.Tensor) -> float:
 
 def top_two(logits: torch.Tensor) -> tuple[int, float]:
     """`argmax` and `top_gap` of `logits [V]`."""
-    return _top_two(logits.cpu().numpy() if logits.is_cuda else logits.numpy())
-
-
-def _top_two(row: np.ndarray) -> tuple[int, float]:
-    best = int(row.argmax())  # the first of equals
-    others = row.copy()
-    others[best] = -np.inf
-    # in a loop of models' passes, argmax takes half the time of max
-    return best, float(row[best]) - float(others[others.argmax()])
+    found = ranks(logits[None])
+    return found.choices[0], found.gaps[0]
 
 
 def verify(
@@ -79,14 +74,15 @@ def verify(
     if logits.shape[0] != len(drafts) + 1:
         raise ValueError(f"{logits.shape[0]} rows cannot verify {len(drafts)} drafts")
     exact = strict or margin >= 1.0
-    rows = logits.cpu().numpy()
-    choices, gaps = zip(*[_top_two(row) for row in rows], strict=True)
+    choices, gaps = ranks(logits)
     ratios: list[float] = []
     relaxed = 0
     reason = "full" if drafts else "none"
     accepted = 0
     for j, draft in enumerate(drafts):
-        ratio = math.exp(float(rows[j, draft]) - float(rows[j, choices[j]]))
+        ratio = 1.0
+        if draft != choices[j]:
+            ratio = math.exp(float(logits[j, draft]) - float(logits[j, choices[j]]))
         ratios.append(ratio)
         if draft != choices[j]:
             if exact or ratio < margin:

@@ -22,6 +22,7 @@ FLOORS = (
         "gguf_header",
         "model_files",
         "quants",
+        "ranks",
         "tokenizer",
         "chat",
     },

@@ -37,6 +37,7 @@ OPERATIONS: tuple[Callable[..., int], ...] = (
     products.batch,
     products.products_job,
     rows.rms_norm,
+    rows.top_two,
     hyper.hc_pre,
     hyper.hc_post,
     hyper.hc_head,

@@ -21,9 +21,12 @@ from ds4flow.kernels.cpu.lanes import (
     lanes,
     larger,
     largest,
+    put,
     put_lanes,
+    putf,
     root1,
     rotate_pairs,
+    smaller,
     spread,
     total,
 )
@@ -31,6 +34,7 @@ from ds4flow.kernels.cpu.layout import CONTEXT_EPS
 from ds4flow.kernels.cpu.library import helper
 
 ZERO, ONE = np.float32(0.0), np.float32(1.0)
+MINUS_INFINITY = np.float32(-np.inf)
 E4M3_MOST, E4M3_FLOOR = np.float32(448.0), np.float32(1e-4)
 E2M1_MOST, E2M1_FLOOR = np.float32(6.0), np.float32(6.0 * 2.0**-126)
 
@@ -150,4 +154,45 @@ def rms_norm(
     eps = getf(context + CONTEXT_EPS)
     for i in range(m):
         norm(x + 4 * width * i, width, eps, weight, y + 4 * width * i)
+    return 0
+
+
+@helper
+def _two_of(top: np.float32, next_: np.float32, value: np.float32) -> tuple[np.float32, np.float32]:
+    """The two largest of two ordered numbers and a third."""
+    if value > top:
+        return value, top
+    return top, max(next_, value)
+
+
+def top_two(
+    x: int, m: int, count: int, best: int, values: int, a: int, b: int, c: int, d: int
+) -> int:
+    """Of each row of `x [m, count]`, finite: where its largest entry is first, and its two largest.
+
+    `best [m]` are int64, `values [m, 2]` float32 with room for 32 more behind them.
+    """
+    room = values + 8 * m
+    for i in range(m):
+        row, whole = x + 4 * count * i, count // 16 * 16
+        first, second = spread(MINUS_INFINITY), spread(MINUS_INFINITY)
+        for at in range(row, row + 4 * whole, 64):
+            entries = lanes(at)
+            second = larger(second, smaller(first, entries))
+            first = larger(first, entries)
+        put_lanes(room, first)
+        put_lanes(room + 64, second)
+        top, next_ = MINUS_INFINITY, MINUS_INFINITY
+        for at in range(room, room + 128, 4):
+            top, next_ = _two_of(top, next_, getf(at))
+        for at in range(row + 4 * whole, row + 4 * count, 4):
+            top, next_ = _two_of(top, next_, getf(at))
+        at, end = row, row + 4 * whole
+        while at < end and largest(lanes(at)) != top:
+            at += 64
+        while getf(at) != top:
+            at += 4
+        put(best + 8 * i, (at - row) // 4)
+        putf(values + 8 * i, top)
+        putf(values + 8 * i + 4, next_)
     return 0
