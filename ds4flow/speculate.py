@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ds4flow.ranks import ranks
+from ds4flow.ranks import ranks, remembered
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,9 @@ class Verdict:
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
     """Index of the largest entry over the last axis, the lowest index on ties (int64)."""
+    known = remembered(logits)
+    if known is not None:
+        return torch.tensor(known.choices if logits.dim() > 1 else known.choices[0])
     if logits.device.type == "cpu":  # numpy takes the first of equals, in one pass
         return torch.from_numpy(np.asarray(logits.numpy().argmax(-1)))
     # `torch.argmax` leaves ties open; comparing with the maximum does not
@@ -59,7 +62,7 @@ def top_gap(logits: torch.Tensor) -> float:
 
 def top_two(logits: torch.Tensor) -> tuple[int, float]:
     """`argmax` and `top_gap` of `logits [V]`."""
-    found = ranks(logits[None])
+    found = ranks(logits)
     return found.choices[0], found.gaps[0]
 
 

@@ -14,7 +14,8 @@ from ds4flow.wiring import Wiring, build_pipeline
 
 @pytest.fixture
 def bare(monkeypatch):
-    """A machine whose torch was built without CUDA, ROCm and Metal."""
+    """A machine with AVX2 whose torch was built without CUDA, ROCm and Metal."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -63,8 +64,17 @@ def test_metal_that_is_missing_is_named(bare):
 
 def test_auto_takes_the_best_and_says_why(bare):
     choice = choose_device("auto")
-    assert choice[:2] == ("cpu", "cpu")
+    assert choice[:2] == ("cpu", "cpu-int8")
     assert choice.why == "no GPU: torch is built without CUDA and ROCm"
+
+
+def test_activations_are_rounded_where_the_cpu_multiplies_bytes(bare, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    choice = choose_device("cpu")
+    assert choice[:2] == ("cpu", "cpu")
+    assert choice.why == "runtime=cpu asks for it; DEFAULT has no fast products of bytes"
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert choose_device("cpu") == ("cpu", "cpu-int8", "runtime=cpu asks for it")
 
 
 def test_auto_takes_a_gpu_that_is_there(nvidia):
@@ -91,8 +101,9 @@ def test_metal_uses_the_reference_kernels(bare, monkeypatch):
 @pytest.mark.parametrize(
     ("asked", "chosen"),
     [
-        (("auto", "auto"), ("cpu", "cpu")),
-        (("cpu", "auto"), ("cpu", "cpu")),
+        (("auto", "auto"), ("cpu", "cpu-int8")),
+        (("cpu", "auto"), ("cpu", "cpu-int8")),
+        (("cpu", "cpu"), ("cpu", "cpu")),
         (("auto", "reference"), ("cpu", "reference")),
         (("cpu", "cpu-int8"), ("cpu", "cpu-int8")),
     ],
@@ -114,7 +125,7 @@ def test_a_gpu_may_run_any_kernels_but_those_of_the_cpu(nvidia):
 
 def test_no_gpu_keeps_auto_on_the_cpu_and_contradicts_a_named_one(nvidia):
     choice = choose("auto", "auto", no_gpu=True)
-    assert choice[:2] == ("cpu", "cpu")
+    assert choice[:2] == ("cpu", "cpu-int8")
     assert "DS4_NO_GPU" in choice.why
     with pytest.raises(UsageError, match="DS4_NO_GPU"):
         choose("cuda", "auto", no_gpu=True)

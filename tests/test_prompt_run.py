@@ -12,6 +12,7 @@ import pytest
 from ds4flow import rundir
 from ds4flow.config import compose
 from ds4flow.depth import Decision, DepthPolicy
+from ds4flow.device import choose_device
 from ds4flow.metrics import Counts
 from ds4flow.model.trunk import Model
 from ds4flow.overrides import literal
@@ -140,7 +141,7 @@ def test_what_the_directory_of_a_set_holds() -> None:
     assert whole.facts["prompt_set"] == read("set.jsonl").sha256
     assert whole.facts["prompt_set_file"]["name"] == "set.jsonl"
     assert whole.facts["files"]["main"]["sha256"]
-    assert whole.facts["kernels"] == "cpu"
+    assert whole.facts["kernels"] == choose_device("cpu").kernels
     assert whole.facts["chat"] == "raw"
     assert len(whole.facts["chat_template"] or "x" * 64) == 64
     assert "prompt_id" not in whole.facts

@@ -1,11 +1,15 @@
-"""The two largest entries of rows: compiled and numpy agree, ties go to the lowest index."""
+"""The two largest entries of rows: ties go to the lowest index, and what is remembered is true."""
 
-import numpy as np
+from dataclasses import replace
+
 import pytest
 import torch
 
-from ds4flow import ranks
-from ds4flow.kernels.cpu import ranking
+from ds4flow.gguf import GgufFile
+from ds4flow.model.head import head_logits
+from ds4flow.model.trunk import Model
+from ds4flow.ranks import Ranks, ranks, remember, remembered
+from ds4flow.speculate import argmax, top_two
 
 
 def by_sorting(row: torch.Tensor) -> tuple[int, float]:
@@ -14,11 +18,10 @@ def by_sorting(row: torch.Tensor) -> tuple[int, float]:
     return order[0], values[order[0]] - values[order[1]]
 
 
-@pytest.mark.parametrize("vocab", [2, 5, 16, 17, 47, 320, 6656])
-def test_both_forms_find_the_first_of_the_largest(vocab):
+def rows_with_ties(vocab: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(vocab)
-    rows = torch.randn(12, vocab, generator=generator)
-    rows[1] = torch.randint(0, 2, (vocab,), generator=generator).float()  # ties
+    rows = torch.randn(8, vocab, generator=generator)
+    rows[1] = torch.randint(0, 2, (vocab,), generator=generator).float()
     rows[2] = 0.0
     rows[3] = -rows[3].abs()
     rows[4, -1] = 1e30
@@ -26,15 +29,39 @@ def test_both_forms_find_the_first_of_the_largest(vocab):
     rows[6, :2] = 3e38
     rows[7] = -0.0
     rows[7, vocab // 2] = 0.0  # equal to -0.0
+    return rows
+
+
+@pytest.mark.parametrize("vocab", [2, 17, 320])
+def test_the_first_of_the_largest_is_found(vocab):
+    rows = rows_with_ties(vocab)
     wanted = [by_sorting(row) for row in rows]
-    for found in (ranking.ranks(rows), ranks._by_numpy(rows)):
-        assert list(zip(*found, strict=True)) == wanted
+    assert list(zip(*ranks(rows), strict=True)) == wanted
+    assert [top_two(row) for row in rows] == wanted
 
 
-def test_rows_that_are_no_float32_matrix_are_ranked_as_well(monkeypatch):
-    monkeypatch.setattr(ranks, "_compiled", [ranking.ranks])
-    rows = torch.from_numpy(np.random.default_rng(0).standard_normal((3, 40)))
-    wanted = ([int(row.argmax()) for row in rows],)
-    assert list(ranks.ranks(rows).choices) == wanted[0]
-    turned = rows.float().T.contiguous().T
-    assert list(ranks.ranks(turned).choices) == wanted[0]
+def test_changed_entries_are_ranked_again():
+    rows = rows_with_ties(17)
+    remember(rows, [3] * 8, [2.0, 1.5] * 8)
+    assert remembered(rows) == Ranks((3,) * 8, (0.5,) * 8)
+    assert argmax(rows).tolist() == [3] * 8
+    assert remembered(rows[:2]) is None
+    rows[0, 5] = 1e31
+    assert remembered(rows) is None
+    assert ranks(rows).choices[0] == 5
+
+
+@pytest.mark.parametrize("vocab", [320, 317])
+def test_the_head_leaves_true_ranks(vocab, golden_dir):
+    """Also with ties, which a head with equal output rows makes."""
+    model = Model.load(GgufFile.open(golden_dir / "tiny-f32.gguf"), profile="plain", kernels="cpu")
+    stored = model.weights.output
+    data = stored.data[:vocab].clone()
+    data[40] = data[7]
+    data[-1] = data[7]
+    output = replace(stored, shape=(vocab, *stored.shape[1:]), data=data)
+    streams = torch.randn(9, model.config.streams, model.config.dim)
+    logits = head_logits(model.kernels, streams, model.weights.head, output, "head")
+    found = remembered(logits)
+    assert found is not None
+    assert list(zip(*found, strict=True)) == [by_sorting(row) for row in logits]

@@ -22,8 +22,7 @@ from ds4flow.errors import UsageError
 from ds4flow.gguf import GgufFile, TensorInfo
 from ds4flow.model.trunk import Model
 from ds4flow.model.weights import find_mtp_layout
-from ds4flow.ranks import ranks
-from ds4flow.speculate import Verdict, verify
+from ds4flow.speculate import Verdict, argmax, verify
 from ds4flow.stale import Fresh, StaleRows
 
 LogitsSink = Callable[[int, torch.Tensor], None]
@@ -137,7 +136,7 @@ def prepare(
         cache.commit(len(part))
         hidden = streams[-1]
     assert hidden is not None
-    token = ranks(model.logits(hidden[None])).choices[0]
+    token = int(argmax(model.logits(hidden[None]))[0])
     seconds = clock() - started
     return Start(cache, len(prompt), token, hidden, seconds)
 
@@ -186,7 +185,7 @@ def greedy(
             sink(cache.length, logits[0])
         cache.commit(1)
         run.tokens.append(token)
-        token = ranks(logits).choices[0]
+        token = int(argmax(logits)[0])
     run.seconds = clock() - started
     run.cycles = count
     run.depths = {0: count}

@@ -16,6 +16,7 @@ import pytest
 from click.testing import Result
 
 from ds4flow import rundir
+from ds4flow.device import choose_device
 from ds4flow.runs.compare import first_difference
 from ds4flow.runs.record import Run
 from tests.command import ds4flow
@@ -46,10 +47,11 @@ def test_ls_shows_a_line_a_run() -> None:
     assert [line.split()[0] for line in lines[1:]] == ["demo/0001", "demo/0002", "other/0001"]
     found = runs("ls", "mtp.draft>0", "--sort", "-mtp.draft", "--limit", "1", "--json").stdout
     assert [row["mtp.draft"] for row in json.loads(found)] == [2]
-    columns = runs("ls", "kernels=cpu", "--columns", "commit.max_tokens,acceptance").stdout
+    chosen = f"kernels={choose_device('cpu').kernels}"
+    columns = runs("ls", chosen, "--columns", "commit.max_tokens,acceptance").stdout
     assert columns.splitlines()[0].split() == ["run", "commit.max_tokens", "accepted"]
     assert "no run here has acceptanse" in runs("ls", "--columns", "acceptanse", code=2).stderr
-    assert "kernels" in runs("ls", "kernels=cpu").stdout.splitlines()[0]
+    assert "kernels" in runs("ls", chosen).stdout.splitlines()[0]
     assert "mtp.draft" in runs("ls", "--keys").stdout
     assert runs("ls", "mtp.draft=9").stderr == "no runs satisfy that\n"
     assert "no run here has mtp.drift" in runs("ls", "mtp.drift=2", code=2).stderr

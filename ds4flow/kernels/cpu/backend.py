@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ds4flow import ranks
 from ds4flow.errors import NumericsError, UsageError, near_match
-from ds4flow.kernels.cpu import attention, experts, hyper, products, ranking, rows
+from ds4flow.kernels.cpu import attention, experts, hyper, products, rows
 from ds4flow.kernels.cpu.caches import CacheRecords
 from ds4flow.kernels.cpu.context import Context
 from ds4flow.kernels.cpu.library import library
@@ -65,7 +64,6 @@ class CpuKernels:
         rounded = activations == "int8"
         self._context = Context(config, profile, threads=threads, rounded=rounded)
         self._caches = CacheRecords(self._context.records)
-        ranks.use(ranking.ranks)
         self.passes = WholePasses(self._context, self._caches)
         self.layers = self.passes.layers
 

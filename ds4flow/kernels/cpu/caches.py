@@ -29,6 +29,7 @@ class Addressed:
 
     def __init__(self, values: np.ndarray) -> None:
         self.record = values
+        self.view = values.data.cast("B")
         self.address = address(values)
 
 

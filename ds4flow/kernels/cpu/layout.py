@@ -170,5 +170,6 @@ TRUNK_SIZE = 40
     DRAFT_OUT,
     DRAFT_LOGITS,
     DRAFT_ROOM,
-) = _fields(14)
-DRAFT_SIZE = 112
+    DRAFT_RESULTS,
+) = _fields(15)
+DRAFT_SIZE = 120

@@ -38,6 +38,7 @@ from ds4flow.kernels.cpu.layout import (
     DRAFT_OUT,
     DRAFT_OUTPUT,
     DRAFT_PROJECTION,
+    DRAFT_RESULTS,
     DRAFT_ROOM,
     DRAFT_ROWS,
     DRAFT_STREAMS,
@@ -58,7 +59,7 @@ from ds4flow.kernels.cpu.layout import (
 )
 from ds4flow.kernels.cpu.library import helper
 from ds4flow.kernels.cpu.products import run, task
-from ds4flow.kernels.cpu.rows import norm
+from ds4flow.kernels.cpu.rows import norm, top_two
 
 ZERO = np.float32(0.0)
 
@@ -79,17 +80,27 @@ def trunk(
 
 
 def head(
-    context: int, hyper: int, matrix: int, streams: int, m: int, y: int, room: int, a: int, b: int
+    context: int,
+    hyper: int,
+    matrix: int,
+    streams: int,
+    m: int,
+    y: int,
+    room: int,
+    results: int,
+    a: int,
 ) -> int:
     """Logits `y [m, rows of the matrix]` of `streams [m, 4, dim]`; `room` holds `[m, dim]`.
 
-    0, or 1 + the first row that holds a value that is not finite.
+    0, and in `results` what `top_two` finds; or 1 + the first row that has a value not finite.
     """
-    return _head(context, hyper, matrix, streams, m, y, room)
+    return _head(context, hyper, matrix, streams, m, y, room, results)
 
 
 @helper
-def _head(context: int, hyper: int, matrix: int, streams: int, m: int, y: int, room: int) -> int:
+def _head(
+    context: int, hyper: int, matrix: int, streams: int, m: int, y: int, room: int, results: int
+) -> int:
     size = 4 * get(context + CONTEXT_DIM)
     invoke(get(context + CONTEXT_HC_HEAD), (context, hyper, streams, m, room, 0, 0, 0, 0))
     tasks = get(context + CONTEXT_ARENA)
@@ -105,6 +116,7 @@ def _head(context: int, hyper: int, matrix: int, streams: int, m: int, y: int, r
             rest += getf(at) * ZERO
         if rest != ZERO:
             return 1 + i
+    top_two(y, m, vocab, results)
     return 0
 
 
@@ -162,4 +174,5 @@ def draft(context: int, draft: int, a: int, b: int, c: int, d: int, e: int, f: i
     if bad:
         return bad
     hyper, matrix = get(draft + DRAFT_HYPER), get(draft + DRAFT_OUTPUT)
-    return -_head(context, hyper, matrix, y, rest, get(draft + DRAFT_LOGITS), room)
+    results = get(draft + DRAFT_RESULTS)
+    return -_head(context, hyper, matrix, y, rest, get(draft + DRAFT_LOGITS), room, results)

@@ -165,13 +165,13 @@ def _two_of(top: np.float32, next_: np.float32, value: np.float32) -> tuple[np.f
     return top, max(next_, value)
 
 
-def top_two(
-    x: int, m: int, count: int, best: int, values: int, a: int, b: int, c: int, d: int
-) -> int:
+@helper
+def top_two(x: int, m: int, count: int, results: int) -> None:
     """Of each row of `x [m, count]`, finite: where its largest entry is first, and its two largest.
 
-    `best [m]` are int64, `values [m, 2]` float32 with room for 32 more behind them.
+    `results` are m int64 places, then `[m, 2]` float32 values; 128 bytes behind them are room.
     """
+    values = results + 8 * m
     room = values + 8 * m
     for i in range(m):
         row, whole = x + 4 * count * i, count // 16 * 16
@@ -192,7 +192,6 @@ def top_two(
             at += 64
         while getf(at) != top:
             at += 4
-        put(best + 8 * i, (at - row) // 4)
+        put(results + 8 * i, (at - row) // 4)
         putf(values + 8 * i, top)
         putf(values + 8 * i + 4, next_)
-    return 0

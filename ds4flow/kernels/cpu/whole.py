@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import NoReturn
 
+import numpy as np
 import torch
 
 from ds4flow.errors import NOT_FINITE, NumericsError
@@ -13,11 +15,15 @@ from ds4flow.kernels.cpu.caches import Addressed, CacheRecords, Stack, Stacked
 from ds4flow.kernels.cpu.context import Context
 from ds4flow.kernels.cpu.library import library
 from ds4flow.kernels.cpu.lookup import check_ids, look_up, readable
-from ds4flow.kernels.cpu.records import Records, put, record
+from ds4flow.kernels.cpu.records import Records, address, put, record
 from ds4flow.kernels.interface import LayerRows
 from ds4flow.model.rope import BLOCK, Rope
 from ds4flow.model.weights import HeadWeights, MtpWeights, TrunkWeights
 from ds4flow.quants import QTensor
+from ds4flow.ranks import remember
+
+# what changes from pass to pass in the record of a draft
+_PASS = struct.Struct(f"{(layout.DRAFT_SIZE - layout.DRAFT_TOKENS) // 8}q")
 
 
 class WholePasses:
@@ -28,6 +34,7 @@ class WholePasses:
         self._context = context
         self._caches = caches
         self._heads: dict[int, _Head] = {}
+        self._ranking = _Ranking()
         self._trunk, self._head, self._draft = (
             library.address(kernel) for kernel in (passes.trunk, passes.head, passes.draft)
         )
@@ -128,7 +135,10 @@ class WholePasses:
             m,
             out.data_ptr(),
             self._context.between,
+            self._ranking.room(m),
         )
+        if not failed:
+            self._ranking.keep(out, m)
         return out, failed - 1
 
     def draft(
@@ -170,7 +180,9 @@ class WholePasses:
         vocab, rest = output.shape[0], m - written
         logits = torch.empty(vocab) if one else torch.empty((rest, vocab))
         out = torch.empty((c.streams, c.dim) if one else (rest, c.streams, c.dim))
-        made.draft.record[layout.DRAFT_TOKENS // 8 :] = (
+        _PASS.pack_into(
+            made.draft.view,
+            layout.DRAFT_TOKENS,
             embedded.data_ptr(),
             streams.data_ptr(),
             self._context.numbers(tokens),
@@ -180,10 +192,13 @@ class WholePasses:
             out.data_ptr(),
             logits.data_ptr(),
             self._context.between,
+            self._ranking.room(rest),
         )
         failed = self._context.call(self._draft, made.draft.address)
         if failed > 0:
             _raise_failed(failed, [weights.layer.index], start + written)
+        if not failed and rest:
+            self._ranking.keep(logits, rest)
         return logits, out, -failed - 1
 
     def _ready(self, stacked: Stacked, m: int, start: int) -> Stack:
@@ -217,6 +232,31 @@ class _Head:
         self.matrix = records.matrix(output)
         self.vocab = output.shape[0]
         self.rows = 0
+
+
+class _Ranking:
+    """Room for what the head finds of its rows, as `top_two` lays it out."""
+
+    def __init__(self) -> None:
+        self._rows = 0
+        self._forms: dict[int, struct.Struct] = {}
+        self.room(1)
+
+    def room(self, m: int) -> int:
+        """Address of room for `m` rows."""
+        if m > self._rows:
+            self._rows = 2 * m
+            values = np.empty(2 * self._rows + 16, dtype=np.int64)
+            self._view, self._address = values.data, address(values)
+        return self._address
+
+    def keep(self, logits: torch.Tensor, m: int) -> None:
+        """Leave with the logits what was found of their `m` rows."""
+        form = self._forms.get(m)
+        if form is None:
+            form = self._forms[m] = struct.Struct(f"{m}q{2 * m}f")
+        found = form.unpack_from(self._view)
+        remember(logits, found[:m], found[m:])
 
 
 def _raise_failed(failed: int, indices: Sequence[int], start: int) -> NoReturn:
