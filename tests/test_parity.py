@@ -25,7 +25,14 @@ def golden(name: str, folder: Path) -> list[str]:
 
 
 def run(
-    root: Path, words: list[str], *, depth: int, prompt: str, drafter: str, tokens: int = 12
+    root: Path,
+    words: list[str],
+    *,
+    depth: int,
+    prompt: str,
+    drafter: str,
+    kernels: str = "reference",
+    tokens: int = 12,
 ) -> Case:
     config = compose(
         [
@@ -37,7 +44,7 @@ def run(
             f"mtp.draft={depth}",
             f"commit.max_tokens={tokens}",
             "commit.ignore_eos=true",
-            "runtime.kernels=reference",
+            f"runtime.kernels={kernels}",
             f"prompt={quoted(prompt)}",
         ]
     )
@@ -50,41 +57,61 @@ def lengths(depth: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "profile", "depth"),
+    ("name", "profile", "kernels", "depth"),
     [
-        pytest.param(name, profile, depth, marks=[] if depth in quick else pytest.mark.slow)
-        for name, profile, quick in (
-            ("tiny-f32", "official", (0, 1, 2, 4, 8)),
-            ("tiny-q4k", "plain", (1, 4)),
+        pytest.param(name, *key, depth, marks=[] if depth in quick else pytest.mark.slow)
+        for name, *key, quick in (
+            ("tiny-f32", "official", "reference", (1, 8)),
+            ("tiny-f32", "official", "cpu", DEPTHS),
+            ("tiny-q4k", "plain", "reference", (2,)),
+            ("tiny-q4k", "plain", "cpu", (1, 4, 8)),
         )
         for depth in DEPTHS
     ],
 )
-def test_golden_models(tmp_path, golden_dir, name, profile, depth):
+def test_golden_models(tmp_path, golden_dir, name, profile, kernels, depth):
     words = [*golden(name, golden_dir), f"model.profile={profile}"]
     for length in lengths(depth):
-        case = run(tmp_path, words, depth=depth, prompt="Q" * (length - 1), drafter="mtp")
+        prompt = "Q" * (length - 1)
+        case = run(tmp_path, words, depth=depth, prompt=prompt, drafter="mtp", kernels=kernels)
         assert case.problem == ""
         assert case.tokens == 12
 
 
 @pytest.mark.parametrize(
-    "depth",
-    [1, pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.slow)],
+    ("kernels", "depth"),
+    [
+        ("cpu", 1),
+        ("reference", 4),
+        ("cpu", 8),
+        *(pytest.param("reference", depth, marks=pytest.mark.slow) for depth in (1, 2, 8)),
+    ],
 )
-def test_a_drafter_that_always_lies(tmp_path, golden_dir, depth):
+def test_a_drafter_that_always_lies(tmp_path, golden_dir, kernels, depth):
     words = [*golden("tiny-f32", golden_dir), "model.profile=official"]
     for length in lengths(depth):
-        case = run(tmp_path, words, depth=depth, prompt="Q" * (length - 1), drafter="lying")
+        prompt = "Q" * (length - 1)
+        case = run(tmp_path, words, depth=depth, prompt=prompt, drafter="lying", kernels=kernels)
         assert case.problem == ""
         assert case.accepted == 0.0
         assert case.rollbacks > 0
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_demo_model(tmp_path, depth):
-    prompt = (DEMO * 4)[: 200 + depth]
-    case = run(tmp_path, ["model=demo"], depth=depth, prompt=prompt, drafter="mtp", tokens=24)
+@pytest.mark.parametrize(
+    ("kernels", "depth"),
+    [
+        *(("cpu", depth) for depth in DEPTHS),
+        *(
+            pytest.param("reference", depth, marks=[] if depth == 3 else pytest.mark.slow)
+            for depth in DEPTHS
+        ),
+    ],
+)
+def test_demo_model(tmp_path, kernels, depth):
+    prompt, words = (DEMO * 4)[: 200 + depth], ["model=demo"]
+    case = run(
+        tmp_path, words, depth=depth, prompt=prompt, drafter="mtp", kernels=kernels, tokens=24
+    )
     assert case.problem == ""
     assert case.tokens == 24
 

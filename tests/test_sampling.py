@@ -10,7 +10,7 @@ from ds4flow import sampling as s
 from ds4flow.errors import UsageError
 from ds4flow.sampling import Sampling, choose, distribution, uniform, verify_sampled
 
-DRAWS = 60_000
+DRAWS = 24_000
 VOCAB = 6
 
 

@@ -1,5 +1,6 @@
 """Row invariance of every kernel and backend: row i of M rows has the bits of the row alone."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from ds4flow.cache import KVCache
 from ds4flow.gguf import GgufFile
+from ds4flow.kernels.cpu.backend import CpuKernels
 from ds4flow.kernels.interface import LayerRows
 from ds4flow.model.trunk import BACKENDS, Model
 
@@ -164,20 +166,34 @@ def test_neighbours_never_leak(model, m, place, scale, seed):
         assert torch.equal(left[place], right[place])
 
 
-def test_a_whole_pass_equals_single_steps(model):
-    """Logits of a wide pass against one row at a time, bit for bit, at every width up to 17."""
-    tokens = torch.randint(0, model.config.vocab, (200,), generator=torch.Generator()).tolist()
-    single = KVCache(model.config, context=200, draft_max=0)
-    logits = []
-    for token in tokens[:160]:
-        logits.append(model.logits(model.forward([token], single))[0])
-        single.commit(1)
-    wide = KVCache(model.config, context=200, draft_max=16)
-    width = 1
-    while wide.length < 153:
-        part = tokens[wide.length : min(wide.length + width, 160)]
+def whole_passes(model: Model, first: int, widths: Iterable[int]) -> None:
+    """Logits of passes of these widths after `first` rows, against one row at a time."""
+    widths = list(widths)
+    end = first + sum(widths)
+    tokens = torch.randint(0, model.config.vocab, (end,), generator=torch.Generator()).tolist()
+    single = KVCache(model.config, context=end, draft_max=0)
+    wide = KVCache(model.config, context=end, draft_max=16)
+    for cache in (single, wide):
+        for start in range(0, first, 64):
+            model.forward(tokens[start : min(start + 64, first)], cache)
+            cache.commit(min(64, first - start))
+    for width in widths:
+        part = tokens[wide.length : wide.length + width]
         got = model.logits(model.forward(part, wide))
-        for i in range(len(part)):
-            assert torch.equal(got[i], logits[wide.length + i])
-        wide.commit(len(part))
-        width = width % M_MAX + 1
+        wide.commit(width)
+        for i, token in enumerate(part):
+            assert torch.equal(got[i], model.logits(model.forward([token], single))[0])
+            single.commit(1)
+
+
+def test_a_whole_pass_equals_single_steps(model):
+    """Bit for bit, across blocks of 4 and of 128; the backends of a CPU at every width up to 17."""
+    if isinstance(model.kernels, CpuKernels):
+        whole_passes(model, 0, range(1, M_MAX + 1))
+    else:
+        whole_passes(model, 110, (1, 2, 3, 5, 9, M_MAX))
+
+
+@pytest.mark.slow
+def test_a_whole_pass_of_every_width_equals_single_steps(model):
+    whole_passes(model, 0, range(1, M_MAX + 1))

@@ -43,6 +43,20 @@ def arrays() -> Callable[[str], dict[str, np.ndarray]]:
     return golden.arrays
 
 
+@pytest.fixture(scope="module")
+def prefilled(load: Loader) -> Callable[[str, int], tuple[torch.Tensor, KVCache]]:
+    """Streams and cache after a prompt of a golden model, made once; fork the cache to go on."""
+    kept: dict[tuple[str, int], tuple[torch.Tensor, KVCache]] = {}
+
+    def get(name: str, length: int) -> tuple[torch.Tensor, KVCache]:
+        if (name, length) not in kept:
+            tokens = golden.arrays(name)[f"tokens_{length}"].tolist()
+            kept[name, length] = run(load(name), tokens)
+        return kept[name, length]
+
+    return get
+
+
 def check_bounds(ours: np.ndarray, ref: np.ndarray, data: dict, length: int, rows) -> None:
     """The golden bounds: max, median and no flip where the reference's own top-2 gap is clear."""
     error = np.abs(ours - ref).max(-1)
@@ -59,27 +73,21 @@ def check_bounds(ours: np.ndarray, ref: np.ndarray, data: dict, length: int, row
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_match_the_float64_reference(name, length, load, arrays):
+def test_logits_match_the_float64_reference(name, length, load, arrays, prefilled):
     model, data = load(name), arrays(name)
-    streams, _ = run(model, data[f"tokens_{length}"].tolist())
+    streams, _ = prefilled(name, length)
     check_bounds(
         model.logits(streams).numpy(), data[f"ref_logits_{length}"], data, length, slice(None)
     )
 
 
-def test_logits_match_at_2048_tokens_with_exact_angles(load, arrays):
-    model, data = load("tiny-f32"), arrays("tiny-f32")
-    streams, _ = run(model, data["tokens_2048"].tolist())
-    rows = data["ref_positions_2048"].astype(int)
-    ours = model.logits(streams[torch.from_numpy(rows)]).numpy()
-    check_bounds(ours, data["ref_logits_2048"], data, 2048, rows)
-
-
-@pytest.mark.parametrize("length", LENGTHS)
+# The CPU backend goes on from all three by default: test_cpu_golden.py.
+@pytest.mark.parametrize("length", [16, pytest.param(200, marks=pytest.mark.slow), 700])
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_continues_with_the_same_64_tokens(name, length, load, arrays):
+def test_greedy_continues_with_the_same_64_tokens(name, length, load, arrays, prefilled):
     model, data = load(name), arrays(name)
-    streams, cache = run(model, data[f"tokens_{length}"].tolist())
+    streams, before = prefilled(name, length)
+    cache = before.fork()
     token = int(argmax(model.logits(streams[-1:]))[0])
     produced = [token]
     while len(produced) < 64:
@@ -88,6 +96,14 @@ def test_greedy_continues_with_the_same_64_tokens(name, length, load, arrays):
         token = int(argmax(model.logits(streams))[0])
         produced.append(token)
     assert produced == data[f"greedy_ref_tokens_{length}"].tolist()
+
+
+def test_logits_match_at_2048_tokens_with_exact_angles(load, arrays):
+    model, data = load("tiny-f32"), arrays("tiny-f32")
+    streams, _ = run(model, data["tokens_2048"].tolist())
+    rows = data["ref_positions_2048"].astype(int)
+    ours = model.logits(streams[torch.from_numpy(rows)]).numpy()
+    check_bounds(ours, data["ref_logits_2048"], data, 2048, rows)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -148,8 +164,14 @@ def test_mtp_chain_of_drafts(name, length, load, arrays):
     assert chain == data[f"mtp_ref_chain_tokens_{length}"].tolist()
 
 
-@pytest.mark.parametrize(("length", "step"), [(16, 1), (200, 2), (700, 7)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "length", "step"),
+    [
+        *((name, *at) for name in NAMES for at in ((16, 1), (200, 2))),
+        ("tiny-f32", 700, 7),
+        *(pytest.param(name, 700, 7, marks=pytest.mark.slow) for name in NAMES[1:]),
+    ],
+)
 def test_official_profile_against_its_own_reference(name, length, step, load, arrays):
     model, data = load(name, profile="official"), arrays(name)
     streams, _ = run(model, data[f"tokens_{length}"].tolist())
