@@ -72,6 +72,8 @@ class _Reporting(click.Group):
         except Ds4FlowError as error:
             error.show()
             sys.exit(error.exit_code)
+        finally:
+            gc.enable()
 
 
 @click.group(cls=_Reporting, context_settings={"help_option_names": ["-h", "--help"]})
@@ -126,8 +128,8 @@ def run(overrides: tuple[str, ...], short_m: str | None, **options: Any) -> None
 
     KEY=VALUE changes any key of the config and GROUP=OPTION any group; --cfg job shows them.
     """
-    # What is imported stays: looking through half a million objects again and again takes a tenth
-    # of the start.
+    # What is imported stays: looking for garbage among it takes a tenth of the start.
+    gc.disable()  # until torch is imported
     gc.set_threshold(100_000, 50, 100)
     words = list(overrides)
     multirun = bool(options["multirun"])

@@ -5,6 +5,8 @@ Whatever stops a run, its directory keeps what was produced and says how it ende
 
 from __future__ import annotations
 
+import gc
+import importlib
 import logging
 import sys
 from collections.abc import Iterator
@@ -150,12 +152,12 @@ def execute(config: DictConfig, node: HydraConf) -> float | None:
     """
     run = RunDir.create(node.runtime.output_dir, _facts(config, node))
     with recorded(run), terminable():
-        with _source_tree_recorded(run):
+        with ThreadPoolExecutor(2) as pool, _origin_recorded(run, pool):
             if node.mode == RunMode.MULTIRUN:
                 check(config)  # a single run's config was checked when it was composed
             refuse_two_prompts([*node.overrides.task, f"prompts={config.prompts or 'null'}"])
-            # This imports torch, which a wrong config must not wait for.
-            from ds4flow.prompt_run import perform
+            _import_torch(pool)
+        from ds4flow.prompt_run import perform
 
         _log.info("run started in %s", run.path)
         perform(config, run)
@@ -163,17 +165,28 @@ def execute(config: DictConfig, node: HydraConf) -> float | None:
 
 
 @contextmanager
-def _source_tree_recorded(run: RunDir) -> Iterator[None]:
-    """Record the state of the source tree; git looks at it while torch is imported."""
-    with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(origin.source_tree)
-        try:
-            yield
-        finally:
-            tree, patch = found.result()
-            run.record(git=tree)
-            if patch:
-                run.write("source.patch", patch)
+def _origin_recorded(run: RunDir, pool: ThreadPoolExecutor) -> Iterator[None]:
+    """Record machine and source tree; commands that tell them run during what is done inside."""
+    machine, tree = pool.submit(origin.machine), pool.submit(origin.source_tree)
+    try:
+        yield
+    finally:
+        facts, patch = tree.result()
+        run.record(machine=machine.result(), git=facts)
+        if patch:
+            run.write("source.patch", patch)
+
+
+def _import_torch(pool: ThreadPoolExecutor) -> None:
+    """Import torch, which a wrong config need not wait for.
+
+    On a thread with an empty stack: as deep in calls as a job of Hydra is, CPython may map and
+    unmap a piece of its stack at every other call, thousands of times during this import.
+    """
+    if "torch" not in sys.modules:
+        pool.submit(importlib.import_module, "torch").result()
+        gc.freeze()  # what is imported stays
+    gc.enable()
 
 
 def _facts(config: DictConfig, node: HydraConf) -> dict[str, Any]:
@@ -183,7 +196,6 @@ def _facts(config: DictConfig, node: HydraConf) -> dict[str, Any]:
         "command": ["ds4flow", *node.overrides.task],
         "identity": "exact",
         "versions": origin.versions(),
-        "machine": origin.machine(),
         "choices": {
             group: option
             for group, option in OmegaConf.to_container(node.runtime.choices).items()  # type: ignore[union-attr]
