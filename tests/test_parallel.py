@@ -204,7 +204,8 @@ def test_a_follower_is_silent_until_it_fails(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.usefixtures("alone")
 def test_two_processes_write_the_text_of_one(tmp_path: Path, golden_dir: Path) -> None:
-    """Through the command line, with gloo between them."""
+    """Through the command line, with gloo between them: the graph's cycle, uncaptured, against
+    one process that goes stage by stage."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -224,15 +225,17 @@ def test_two_processes_write_the_text_of_one(tmp_path: Path, golden_dir: Path) -
         environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         return subprocess.Popen(
-            [sys.executable, "-m", "ds4flow", *words],
+            [sys.executable, "-m", "ds4flow", *words, "pipeline=graph"],
             env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
     processes = [start(0), start(1)]
-    one = ds4flow(*words, "runtime.kernels=reference", "mtp.draft=0", code=0)
+    one = ds4flow(*words, "runtime.kernels=static", "mtp.draft=0", code=0)
     said = [process.communicate(timeout=300) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
     assert said[1] == ("", "")
+    assert "decoding: eager (the exchange between processes is not captured)" in said[0][1]
+    assert "MTP is off: tensor parallelism, 2 processes share the model" in said[0][1]
     assert said[0][0] == one.stdout != ""
     runs = sorted(tmp_path.glob("runs/file/0*"))
     facts = {json.loads((run / "run.json").read_text())["tensor_parallel"]: run for run in runs}

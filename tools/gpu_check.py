@@ -1,4 +1,4 @@
-"""Steps of tools/gpu_check.sh that are not commands of ds4flow: machine, parity and profile.
+"""Steps of tools/gpu_check.sh that are no single command of ds4flow.
 
 `--dry` runs the same steps small and uncaptured on torch operations, to test this file without a
 GPU; its numbers mean nothing.
@@ -7,6 +7,7 @@ GPU; its numbers mean nothing.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tarfile
 import tempfile
@@ -21,10 +22,16 @@ import torch
 from ds4flow import chat
 from ds4flow.bench.graph import copy_bandwidth
 from ds4flow.cache import KVCache
+from ds4flow.config import compose
 from ds4flow.device import DeviceChoice
 from ds4flow.gguf import GgufFile
 from ds4flow.graph import DecodeGraph
 from ds4flow.model.trunk import Model
+from ds4flow.overrides import quoted
+from ds4flow.prompt_run import perform
+from ds4flow.recorded import recorded
+from ds4flow.rundir import RunDir
+from ds4flow.runs.record import Run
 from ds4flow.speculate import argmax
 from ds4flow.synth.presets import SYNTH_FLASH, changed
 from ds4flow.synth.unwritten import Unwritten, made_model
@@ -164,6 +171,44 @@ def decode(model: Model, prompt: list[int], depth: int, length: int, eager: bool
     return Ran(tokens, cache.state_hash(), graph.mode, accepted, drafted)
 
 
+# --- a set of prompts -----------------------------------------------------------------------------
+
+
+def prompts(options: argparse.Namespace) -> None:
+    """Three prompts in one load as `ds4flow run` does them: by the best cycle, which is captured
+    once for all of them, and gives the text that each prompt has alone."""
+    texts = ("def read_lines(path):\n", "import os\n", "class Reader:\n    def __init__(self")
+    words = ["mtp.draft=2", "log=quiet", f"commit.max_tokens={8 if options.dry else 64}"]
+    words += ["runtime=cpu", "pipeline=graph"] if options.dry else []
+    with tempfile.TemporaryDirectory() as folder:
+        lines = [{"id": str(i), "category": "c", "prompt": text} for i, text in enumerate(texts)]
+        path = Path(folder) / "set.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        whole = ran(Path(folder) / "set", [*words, f"prompts={path}"])
+        alone = [
+            ran(Path(folder) / str(i), [*words, f"prompt={quoted(text)}"])
+            for i, text in enumerate(texts)
+        ]
+        parts = [Run.open(part) for part in sorted(whole.path.glob("prompt-*"))]
+        for part, one in zip(parts, alone, strict=True):
+            graphs = part.facts["graphs"]
+            print(f"{part.facts['decode']} built {graphs['built']} kept {graphs['kept']}")
+            if part.tokens != one.tokens:
+                sys.exit(f"other tokens than alone: {part.tokens} for {one.tokens}")
+            if part.facts["decode"]["mode"] != ("eager" if options.dry else "graph"):
+                sys.exit("this is not the best cycle here")
+        if any(part.facts["graphs"]["built"] for part in parts[1:]):
+            sys.exit("a graph was captured again")
+
+
+def ran(path: Path, words: list[str]) -> Run:
+    """A run in the folder `path`."""
+    directory = RunDir.create(path)
+    with recorded(directory):
+        perform(compose(words), directory)
+    return Run.open(path)
+
+
 # --- profile -------------------------------------------------------------------------------------
 
 
@@ -191,7 +236,7 @@ def profile(options: argparse.Namespace) -> None:
 def main() -> None:
     """Run one step."""
     parser = argparse.ArgumentParser(description=__doc__)
-    steps = {"machine": machine, "parity": parity, "profile": profile}
+    steps = {"machine": machine, "parity": parity, "prompts": prompts, "profile": profile}
     parser.add_argument("step", choices=steps)
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--layers", type=int, default=6, help="the first layers of Flash")
