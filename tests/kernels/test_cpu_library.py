@@ -37,13 +37,17 @@ def test_a_kernel_is_compiled_once_and_then_read(folder: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_told(
-    folder: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "file").touch()
     numba.config.CACHE_DIR = str(folder / "file")  # type: ignore[attr-defined]
     with caplog.at_level(logging.WARNING, "ds4flow.kernels.cpu"):
-        assert Library().address(summed)
+        Library().build([summed])
     assert "are not kept" in caplog.text
+    first, last = capsys.readouterr().err.splitlines()
+    assert first == "compiling CPU kernels for this machine, once: 0/1"
+    assert last.startswith("compiling CPU kernels for this machine, once: 1/1 (")
+    assert last.endswith(" s, not kept)")
 
 
 @pytest.mark.parametrize("arguments", [(1, 2), ("a", *[0] * 9), (1 << 70, *[0] * 9)])

@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -65,6 +66,7 @@ class Library:
     def __init__(self) -> None:
         self._addresses: dict[Callable[..., int], int] = {}
         self._made: list[Any] = []  # keeps alive what numba compiled in this process
+        self._lock = threading.RLock()  # object code must not be linked twice
         self.compiled = 0
         self.loaded = 0
         self.seconds = 0.0
@@ -73,32 +75,41 @@ class Library:
         """Address of the machine code of a kernel (int64 arguments, int64 result)."""
         found = self._addresses.get(function)
         if found is None:
-            found = self._addresses[function] = self._find(function)
+            with self._lock:
+                if not self._load(function):
+                    self._compile(function)
+                found = self._addresses[function]
         return found
 
     def build(self, functions: Sequence[Callable[..., int]]) -> None:
-        """Compile or load some kernels; says so on stderr once one had to be compiled.
+        """Load some kernels, and compile those that are not stored, with progress on stderr.
 
         A first start compiles for some seconds, and that much silence would look like a hang.
         """
-        before, started = self.compiled, self.seconds
-        for number, function in enumerate(functions, 1):
-            self.address(function)
-            if self.compiled > before:
-                line = f"compiling CPU kernels for this machine, once: {number}/{len(functions)}"
-                print(f"\r{line}", end="", file=sys.stderr, flush=True)
-        if self.compiled > before:
-            took = f"{self.seconds - started:.0f} s, kept in {cache_folder()}"
-            print(f" ({took})", file=sys.stderr, flush=True)
+        with self._lock:
+            missing = [function for function in functions if not self._load(function)]
+            started, kept = self.seconds, True
+            for number, function in enumerate(missing):
+                _say(f"{number}/{len(missing)}", first=number == 0)
+                kept &= self._compile(function)
+        if missing:
+            took = f"{self.seconds - started:.0f} s"
+            where = f"kept in {cache_folder()}" if kept else "not kept"
+            _say(f"{len(missing)}/{len(missing)} ({took}, {where})", last=True)
 
-    def _find(self, function: Callable[..., int]) -> int:
-        """Link the stored object code of a kernel, or compile it and store it."""
-        store = ObjectStore(cache_folder())
-        name = _file_name(function)
-        stored = store.read(name)
-        if stored is not None:
-            self.loaded += 1
-            return link(stored)
+    def _load(self, function: Callable[..., int]) -> bool:
+        """Link the stored object code of a kernel; False when there is none."""
+        if function in self._addresses:
+            return True
+        stored = ObjectStore(cache_folder()).read(_file_name(function))
+        if stored is None:
+            return False
+        self._addresses[function] = link(stored)
+        self.loaded += 1
+        return True
+
+    def _compile(self, function: Callable[..., int]) -> bool:
+        """Compile a kernel and store it; False when the folder cannot be written."""
         started = time.perf_counter()
         arity = len(inspect.signature(function).parameters)
         kind = types.int64(*[types.int64] * arity)
@@ -108,10 +119,22 @@ class Library:
         self.compiled += 1
         log.info("compiled %s in %.1f s", function.__name__, took)
         self._made.append(made)
+        self._addresses[function] = int(made.address)
         _, _, (code, _) = made._library.serialize_using_object_code()
-        if not store.write(name, Stored(made.native_name, raising(made.inspect_llvm()), code)):
-            log.warning("compiled kernels are not kept: %s is not writable", store.folder)
-        return int(made.address)
+        stored = Stored(made.native_name, raising(made.inspect_llvm()), code)
+        kept = ObjectStore(cache_folder()).write(_file_name(function), stored)
+        if not kept:
+            log.warning("compiled kernels are not kept: %s is not writable", cache_folder())
+        return kept
+
+
+def _say(progress: str, *, first: bool = False, last: bool = False) -> None:
+    """One line that grows: on a terminal it is written over, elsewhere it appears twice."""
+    line = f"compiling CPU kernels for this machine, once: {progress}"
+    if sys.stderr.isatty():
+        print(f"\r{line}", end="\n" if last else "", file=sys.stderr, flush=True)
+    elif first or last:
+        print(line, file=sys.stderr, flush=True)
 
 
 def _file_name(function: Callable[..., int]) -> str:
