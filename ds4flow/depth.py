@@ -1,42 +1,49 @@
 """Choosing how many drafts pay: `mtp.draft=auto`.
 
-The policy learns acceptance by draft position and the cost of drafting and of a verify pass by
-width, and takes the depth with the most expected tokens per second. Costs that were not measured
-yet are expected to grow as the bytes that are read. It never sees a token, so it cannot change the
-text.
+The policy learns acceptance by draft position, takes the costs from `ds4flow.pace`, and chooses the
+depth with the most expected tokens per second. What may lose it tries from a purse only: a few
+passes at the start, and later a small share of the run or of what drafting has gained. It never
+sees a token, so it cannot change the text.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from ds4flow.pace import AUTO_DEPTH_MAX, Pace, Prior
 
 if TYPE_CHECKING:
     from ds4flow.model.trunk import Model
 
-COST_MEMORY = 0.1  # least weight of a new cost in its running mean
-FASTEST_OF = 3  # first costs of a kind, of which the least counts
-COST_CLIP = 1.5  # a cost that is this many times the mean counts as no more: it was interrupted
 ACCEPT_MEMORY = 12.0  # looks at a draft position that are remembered
-ACCEPT_IDLE = 1 - 1 / 128  # what a cycle without drafts leaves of them
-ACCEPT_GUESS = 0.6  # acceptance of the first draft before any look, with the weight of one look
-AUTO_DEPTH_MAX = 8  # deepest drafts that mtp.draft=auto tries
-MIN_SAMPLES = 4  # looks at the first draft before it may be given up
-MIN_COSTS = 2  # passes of a width before their cost is believed
-LEAST = 1e-9  # seconds of a pass; a clock that stands still must not make it free
-WARMING = 2  # cycles whose costs are not counted
+ACCEPT_IDLE = 1 - 1 / 128  # what a cycle without a look leaves of them
+ACCEPT_GUESS = 0.6  # acceptance of the first draft before any look
+GUESS_LOOKS = 4.0  # looks at earlier texts that this counts as much as
+TEXTS_MEMORY = 48.0  # looks at a draft position in earlier texts that are remembered
+PER_TEXT = 8.0  # of these, from one text at most
+KEPT_LOOKS = 3.0  # looks that do not fade
+MIN_LOOKS = 4.0  # looks at a draft position before the benefit of the doubt ends
+AHEAD = 2  # draft positions beyond those looked at in this text
 WORTH = 1.02  # expected gain from which drafting is better than not
-PROMISING = 0.9  # a deeper draft this close to the best is worth a first look
-OUTDATED = 24  # cycles after which a cost may have changed with the machine
-SURPRISE = 1.25  # a probe that is off by this factor is made once more
-PROBE_OFF = 64  # cycles before the first probe while nothing is drafted; doubles up to PROBE_LAST
-PROBE_ON = 16  # the same while drafting
+
+# All in passes of one row:
+FIRST_PURSE = 2.0  # what may be lost to learning before anything was gained
+PURSE_SHARE = 0.004  # what a cycle adds
+PURSE_REFILL = 0.03  # what it adds beside that from the reserve
+PURSE_TEXT = 0.7  # least purse where a text begins; less after texts where few drafts were right
+PURSE_MIN, PURSE_MAX = -1.0, 3.0
+RESERVE_MAX = 30.0
+
+PROBE_OFF = 32  # least cycles before a probe while nothing is drafted
+PROBE_HOPELESS = 256  # the same where not even certain drafts would pay
+PROBE_ON = 16  # the same while drafting; doubles up to PROBE_LAST
 PROBE_LAST = 256
-ROW = 0.02  # of a pass of one row: what each further row costs beside its bytes
+PAUSE = 17  # cycles without drafts after which a refresh costs extra (`ds4flow.stale`)
 SETTLED = 4  # cycles between two looks at the choice once it rests on enough
-SETTLED_OFF = 16  # the same while nothing is drafted, and so little is learned
+SETTLED_OFF = 32  # the same while nothing is drafted, and so nothing is learned
 
 
 def draft_max(draft: int | str) -> int:
@@ -45,59 +52,91 @@ def draft_max(draft: int | str) -> int:
 
 
 @dataclass
-class Mean:
-    """Running mean of costs that forgets slowly. An interrupted cycle is dearer, never cheaper, so
-    it starts as the least of a few and cuts what is far above it.
-    """
-
-    value: float = 0.0
-    count: int = 0
-    last: int = 0  # cycle of the last sample
-
-    def add(self, sample: float, cycle: int) -> None:
-        """Take one sample; after a long time without any, it counts for half."""
-        if self.count < FASTEST_OF:
-            self.value = min(sample, self.value) if self.count else sample
-        else:
-            weight = 0.5 if cycle - self.last > OUTDATED else COST_MEMORY
-            self.value += weight * (min(sample, COST_CLIP * self.value) - self.value)
-        self.count += 1
-        self.last = cycle
-
-
-@dataclass
 class Looks:
     """Outcomes at one draft position: how many were looked at and how many were right."""
 
+    memory: float  # looks that are remembered
     right: float = 0.0
     count: float = 0.0
-    seen: int = 0  # looks ever; the others fade
+    last: int = 0  # cycle up to which they have faded
 
-    def add(self, right: bool) -> None:
-        """Take one outcome."""
-        if self.count > ACCEPT_MEMORY - 1.0:
-            self.fade((ACCEPT_MEMORY - 1.0) / self.count)
-        self.seen += 1
-        self.count += 1.0
+    def add(self, right: float, count: float = 1.0) -> None:
+        """Take outcomes."""
+        if self.count > self.memory - count:
+            self.fade(max(0.0, self.memory - count) / self.count)
         self.right += right
+        self.count += count
 
     def fade(self, factor: float) -> None:
-        """Let what was seen count less, but never as if nothing had been seen."""
-        if self.count > MIN_SAMPLES:
-            factor = max(factor, MIN_SAMPLES / self.count)
-            self.right *= factor
-            self.count *= factor
+        """Let what was seen count less."""
+        self.right *= factor
+        self.count *= factor
 
-    def mean(self, guess: float) -> float:
-        """Expected acceptance; `guess` counts as one look."""
-        return (self.right + guess) / (self.count + 1.0)
+    def rest(self, cycle: int) -> None:
+        """Fade for the cycles up to `cycle` since the last look, but never to nothing."""
+        if self.count > KEPT_LOOKS:
+            self.fade(max(ACCEPT_IDLE ** max(0, cycle - self.last), KEPT_LOOKS / self.count))
+        self.last = cycle
 
-    def hope(self, guess: float) -> float:
-        """The same, with the benefit of the doubt while looks are few."""
-        mean = self.mean(guess)
-        if self.seen >= MIN_SAMPLES:
-            return mean
-        return min(1.0, mean + math.sqrt(mean * (1.0 - mean) / (self.seen + 2)))
+    def mean(self, guess: float, weight: float = 1.0) -> float:
+        """Expected acceptance; `guess` counts as `weight` looks."""
+        return (self.right + weight * guess) / (self.count + weight)
+
+
+def _positions(memory: float) -> list[Looks]:
+    return [Looks(memory) for _ in range(AUTO_DEPTH_MAX)]
+
+
+@dataclass
+class Experience:
+    """What the texts so far have taught: costs, acceptance, and the purse for further learning."""
+
+    pace: Pace = field(default_factory=Pace)
+    earlier: list[Looks] = field(default_factory=lambda: _positions(TEXTS_MEMORY))
+    current: list[Looks] = field(default_factory=lambda: _positions(PER_TEXT))  # of this text
+    texts: int = 0
+    purse: float = FIRST_PURSE
+    reserve: float = 0.0  # what drafting gained beyond what the purse holds
+
+    @classmethod
+    def of(cls, model: Model, *, whole: bool = False) -> Experience:
+        """That with a loaded model, with which it goes; `whole`: drafting is a part of the pass."""
+        known = _WITH.setdefault(model, {})
+        if whole not in known:
+            prior = Prior.of(model)
+            known[whole] = cls(Pace(prior.whole() if whole else prior))
+        return known[whole]
+
+    def begin(self) -> None:
+        """A text begins: what the one before it showed is experience."""
+        self.texts += 1
+        for earlier, current in zip(self.earlier, self.current, strict=True):
+            if current.count:
+                earlier.add(current.right, current.count)
+                current.fade(0.0)
+        likely = self.earlier[0].mean(ACCEPT_GUESS, GUESS_LOOKS) / ACCEPT_GUESS
+        self.purse = max(self.purse, PURSE_TEXT * min(1.0, likely))
+
+    def earn(self, gain: float, cycles: int) -> None:
+        """Some cycles gained so much over plain decoding; less than 0 if they lost."""
+        refill = min(PURSE_REFILL * cycles, self.reserve)
+        purse = self.purse + gain + PURSE_SHARE * cycles + refill
+        self.reserve = min(self.reserve - refill + max(0.0, purse - PURSE_MAX), RESERVE_MAX)
+        self.purse = max(PURSE_MIN, min(purse, PURSE_MAX))
+
+    def facts(self) -> dict[str, Any]:
+        """For records: what a text begins with, and where that comes from."""
+        if not self.texts:
+            return {"costs_from": "weight bytes"}
+        return {
+            "costs_from": "weight bytes, and measured with earlier texts of this process",
+            "texts": self.texts,
+            **self.pace.facts(),
+            "accepted": [round(one.right / one.count, 4) for one in self.earlier if one.count],
+        }
+
+
+_WITH: WeakKeyDictionary[Model, dict[bool, Experience]] = WeakKeyDictionary()
 
 
 class Decision(NamedTuple):
@@ -108,134 +147,91 @@ class Decision(NamedTuple):
     expected: float = 0.0  # tokens per second expected at this depth, 0 while learning
 
 
-@dataclass(frozen=True)
-class Prior:
-    """Costs before anything is measured, in passes of one row: of passes by width, of one draft.
-
-    `passes[w - 1]` is that of width w; a wider pass than the last grows as the last one did.
-    """
-
-    passes: tuple[float, ...] = (1.0, 1.1)
-    step: float = 0.1
-
-    @classmethod
-    def of(cls, model: Model, depth_max: int = AUTO_DEPTH_MAX) -> Prior:
-        """By the weight bytes that passes and drafts read: the least that they can cost.
-
-        A row more is never free, also where all experts are read anyway.
-        """
-        first = model.weight_bytes(1)
-        sizes = [
-            model.weight_bytes(rows) + ROW * (rows - 1) * first for rows in range(1, depth_max + 2)
-        ]
-        step = 0.0 if model.mtp is None else model.mtp.weight_bytes()
-        return cls(tuple(size / sizes[0] for size in sizes), step / sizes[0])
-
-    def width(self, width: int) -> float:
-        """The cost of a pass of `width` rows."""
-        if width <= len(self.passes):
-            return self.passes[width - 1]
-        last = self.passes[-1]
-        return last + (last - self.passes[-2]) * (width - len(self.passes))
-
-
 @dataclass
 class DepthPolicy:
-    """State of the choice during one run; `depth_max` bounds the depth."""
+    """State of the choice during one text; `depth_max` bounds the depth."""
 
     depth_max: int
-    prior: Prior = field(default_factory=Prior)
+    known: Experience = field(default_factory=Experience)
     accept: list[Looks] = field(init=False)
-    verify: dict[int, Mean] = field(default_factory=dict)  # seconds of a pass, by width
-    draft: dict[int, Mean] = field(default_factory=dict)  # seconds of drafting, by steps
     cycle: int = 0
-    rest: int = 0  # cycles without drafts that acceptance has not faded by yet
     best: int = 0
     idle: int = 0  # cycles since the last probe
-    probe_after: int = PROBE_OFF
+    rest: int = 0  # cycles since the last draft
+    unpaid: int = 0  # of these, cycles that have added nothing to the purse yet
+    probe_after: int = PROBE_ON
     probes: int = 0
-    probing: bool = False
     again: int | None = None  # a depth to be probed once more
-    expected: float = 0.0  # tokens per second of the best
-    settled: int = 0  # cycles until the choice is looked at again
-    warming: int = WARMING
+    quiet: int = 0  # cycles for which the last choice stands
+    choice: Decision = field(init=False)
 
     def __post_init__(self) -> None:
-        self.accept = [Looks() for _ in range(self.depth_max)]
+        self.accept = [Looks(ACCEPT_MEMORY) for _ in range(self.depth_max)]
+        self.choice = Decision(0, "off")
+        self.known.begin()
 
     # --- learning ---------------------------------------------------------------------------------
 
     def observe(
-        self, *, drafted: int, accepted: int, steps: int, draft_s: float, verify_s: float
+        self,
+        *,
+        drafted: int,
+        accepted: int,
+        steps: int,
+        draft_s: float,
+        verify_s: float,
+        backlog_s: float = 0.0,
     ) -> None:
-        """Learn from a cycle: `steps` draft steps took `draft_s`, the pass of `drafted + 1` rows
-        took `verify_s` seconds and kept the first `accepted` drafts.
+        """Learn from a cycle: `steps` draft steps took `draft_s`, after `backlog_s` for what a
+        pause left behind; the pass of `drafted + 1` rows took `verify_s` seconds and kept the first
+        `accepted` drafts.
         """
         self.cycle += 1
-        for place in range(min(accepted + 1, drafted)):
-            self.accept[place].add(place < accepted)
-        if steps > drafted == accepted:  # a draft that the gate held back gains nothing either
-            self.accept[drafted].add(False)
-        self.rest += not drafted
-        if self.warming:  # caches and memory are cold: these costs will not come again
-            self.warming -= 1
+        if not steps and not drafted:
+            self.rest += 1
+            self.unpaid += 1
+            self.known.pace.plain(verify_s)
             return
-        width = drafted + 1
-        mean = self.verify.setdefault(width, Mean())
-        before, known = mean.value, mean.count >= MIN_COSTS
-        mean.add(max(verify_s, LEAST), self.cycle)
-        if self.probing:
-            self._weigh(drafted, accepted, verify_s / before if known and before else 1.0)
-        elif known and before:
-            self._drift(width, steps, mean.value / before)
-        if steps:
-            self.draft.setdefault(steps, Mean()).add(draft_s, self.cycle)
+        self.known.pace.drafted(drafted + 1, steps, draft_s, verify_s, backlog_s)
+        for place in range(min(accepted + 1, drafted)):
+            self._look_at(place, place < accepted)
+        if steps > drafted == accepted:  # a draft that the gate held back gains nothing either
+            self._look_at(drafted, False)
+        self.rest = 0
+        self._earn(drafted, accepted, steps, bool(backlog_s))
+        if self.choice.why == "probe":
+            self.quiet = 0
+            better = not self.best and drafted == accepted > 0
+            self.again = drafted if better else None
 
-    def _weigh(self, drafted: int, accepted: int, surprise: float) -> None:
-        """What a probe showed is looked at in the next cycle, or first tried once more."""
-        self.settled = 0
-        if not self.best and drafted == accepted > 0:
-            self.again = drafted  # better than thought
-        elif self.again is None and not 1 / SURPRISE < surprise < SURPRISE:
-            self.again = drafted
-        else:
-            self.again = None
+    def _look_at(self, place: int, right: bool) -> None:
+        looks = self.accept[place]
+        looks.rest(self.cycle - 1)
+        looks.last = self.cycle
+        looks.add(right)
+        self.known.current[place].add(right)
 
-    def _drift(self, width: int, steps: int, factor: float) -> None:
-        """A machine gets faster or slower as a whole: the costs not in use follow the one in use.
-
-        Else a cost measured in a slow moment would rule a depth out, or in, for good.
-        """
-        for other, mean in self.verify.items():
-            if other != width:
-                mean.value *= factor
-        for other, mean in self.draft.items():
-            if other != steps:
-                mean.value *= factor
+    def _earn(self, drafted: int, accepted: int, steps: int, backlog: bool) -> None:
+        pace = self.known.pace
+        taken = pace.cost(drafted, steps) + (pace.backlog_cost if backlog else 0.0)
+        self.known.earn(accepted + 1 - taken, self.unpaid + 1)
+        self.unpaid = 0
 
     # --- expectations -----------------------------------------------------------------------------
 
-    def cost(self, depth: int) -> float:
-        """Expected seconds of a cycle with `depth` drafts."""
-        passes = _fitted(self.verify, self.prior.width, depth + 1)
-        if not depth:
-            return passes
-        if self.draft:  # the first step of a cycle refreshes rows as well, so this is no multiple
-            return passes + _fitted(self.draft, float, depth)
-        return passes + depth * self.prior.step * _fitted(self.verify, self.prior.width, 1)
+    def rates(self, deepest: int, *, hope: bool = False) -> list[float]:
+        """Expected tokens by cost of cycles with 0, 1, .. `deepest` drafts; 1 is plain decoding.
 
-    def rates(self, deepest: int) -> list[float]:
-        """Expected tokens per second of cycles with 0, 1, .. `deepest` drafts.
-
-        Positions that were seldom looked at get the benefit of the doubt.
+        `hope`: positions that were seldom looked at get the benefit of the doubt.
         """
         tokens, reach, guess = 1.0, 1.0, ACCEPT_GUESS
-        found = [1.0 / self.cost(0)]
-        for depth, looks in enumerate(self.accept[:deepest], 1):
-            reach *= looks.hope(guess)
-            guess = looks.mean(guess)
+        found = [1.0]
+        for depth in range(1, deepest + 1):
+            looks, earlier = self.accept[depth - 1], self.known.earlier[depth - 1]
+            guess = looks.mean(earlier.mean(guess, GUESS_LOOKS))
+            reach *= _hoped(guess, looks.count) if hope else guess
             tokens += reach
-            found.append(tokens / self.cost(depth))
+            found.append(tokens / self.known.pace.cost(depth))
         return found
 
     # --- choosing ---------------------------------------------------------------------------------
@@ -243,90 +239,90 @@ class DepthPolicy:
     def choose(self, room: int) -> Decision:
         """The depth of the next cycle, at most `room`."""
         limit = min(room, self.depth_max)
-        self.probing = False
         if limit <= 0:
             return Decision(0, "off")
-        if self.settled and limit >= self.best:
-            self.settled -= 1
-            return self._next(limit)
-        if self.rest:
-            for looks in self.accept:
-                looks.fade(ACCEPT_IDLE**self.rest)
-            self.rest = 0
-        if self._costs(1) < MIN_COSTS:
-            return Decision(0, "learn")
-        hopeless = self._hopeless(limit)
-        if hopeless:
-            self.again = None
-        if self.accept[0].seen < MIN_SAMPLES and not hopeless:
-            return Decision(1, "learn")
-        rates = self.rates(limit)
-        rates[0] *= WORTH
-        # one step beyond what was measured: expectations carry no further
-        deepest = min(limit, max(self.verify, default=1))
-        best = 0 if hopeless else rates.index(max(rates[: deepest + 1]))
-        if best and self._costs(best + 1) < MIN_COSTS:
-            return Decision(best, "learn")
-        untried = 0 < best < limit and self._costs(best + 2) < MIN_COSTS
-        if untried and rates[best + 1] >= PROMISING * rates[best]:
-            return Decision(best + 1, "learn")
-        if bool(best) != bool(self.best):
-            self.idle, self.probe_after = 0, PROBE_ON if best else PROBE_OFF
-        self.best = best
-        self.expected = rates[best]
-        if not best:
-            self.settled = SETTLED_OFF
-        elif self.accept[best - 1].seen >= ACCEPT_MEMORY:
-            self.settled = SETTLED
-        return self._next(limit)
+        self.idle += 1
+        if self.quiet and limit >= self.choice.depth:
+            self.quiet -= 1
+        else:
+            self.quiet = 0
+            self.choice = self._choose(limit)
+        return self.choice
 
-    def _next(self, limit: int) -> Decision:
-        """The best depth, or now and then a neighbour of it.
+    def _choose(self, limit: int) -> Decision:
+        pace = self.known.pace
+        if not pace.knows(0):
+            return Decision(0, "learn")
+        self.known.earn(0.0, self.unpaid)
+        self.unpaid = 0
+        for looks in self.accept:
+            looks.rest(self.cycle)
+        # expectations carry no further than a step beyond what was measured and seen
+        seen = sum(looks.count > 0.5 for looks in self.accept)
+        deepest = min(limit, pace.deepest + 1, seen + AHEAD)
+        believed, hoped = self.rates(deepest), self.rates(deepest, hope=True)
+        if not self.best:
+            believed[0] *= WORTH
+        known = [depth for depth in range(deepest + 1) if pace.knows(depth)]
+        best = max(known, key=believed.__getitem__)
+        if bool(best) != bool(self.best):
+            self.idle, self.probe_after = 0, PROBE_ON
+        self.best = best
+        expected = believed[best] / pace.unit
+        again = self.again
+        if again is not None and again <= limit and again + 1 > pace.cost(again):
+            return Decision(again, "probe", expected)
+        tried = hoped.index(max(hoped))
+        if hoped[tried] > believed[best] and tried != best and self._affords(tried, believed):
+            return Decision(tried, "learn")
+        probe = self._probe(limit, believed)
+        if probe is not None:
+            return Decision(probe, "probe", expected)
+        if not best:
+            self.quiet = SETTLED_OFF
+        elif self.accept[best - 1].count > MIN_LOOKS:
+            self.quiet = SETTLED
+        return Decision(best, "best" if best else "off", expected)
+
+    def _affords(self, depth: int, believed: list[float]) -> bool:
+        """Whether the purse holds what a cycle of `depth` would lose against the best."""
+        pace = self.known.pace
+        loss = pace.cost(depth) * (1.0 - believed[depth] / believed[self.best])
+        if depth and self.rest > PAUSE:
+            loss += pace.backlog_cost
+        return loss <= max(self.known.purse, 0.0)
+
+    def _probe(self, limit: int, believed: list[float]) -> int | None:
+        """Now and then a neighbour of the best depth.
 
         What is not tried is not measured: without this, one bad stretch would last forever.
         """
         best = self.best
-        self.idle += 1
-        if self.again is not None and self.again <= limit:
-            self.probing = True
-            return Decision(self.again, "probe", self.expected)
-        if self.idle <= self.probe_after:
-            return Decision(best, "best" if best else "off", self.expected)
-        self.probing = True
-        self.idle, self.probe_after = 0, min(2 * self.probe_after, PROBE_LAST)
-        self.probes += 1
+        if not best:
+            wait = PROBE_HOPELESS if self._hopeless(limit) else PROBE_OFF
+            if self.idle < wait or not self._affords(1, believed):
+                return None
+            self.idle = 0
+            return 1
+        if self.idle < self.probe_after:
+            return None
         near = dict.fromkeys((best + 1, 0, best - 1))
-        others = [depth for depth in near if depth != best and 0 <= depth <= limit]
-        return Decision(others[self.probes % len(others)], "probe", self.expected)
+        others = [depth for depth in near if depth != best and 0 <= depth < len(believed)]
+        self.probes += 1
+        depth = others[self.probes % len(others)]
+        if not self._affords(depth, believed):
+            return None
+        self.idle, self.probe_after = 0, min(2 * self.probe_after, PROBE_LAST)
+        return depth
 
     def _hopeless(self, limit: int) -> bool:
         """Whether not even drafts that are all accepted would pay, by costs that were measured."""
-        if self._costs(2) < MIN_COSTS:
-            return False
-        plain = self.cost(0)
-        return all((depth + 1) * plain < self.cost(depth) for depth in range(1, limit + 1))
-
-    def _costs(self, width: int) -> int:
-        mean = self.verify.get(width)
-        return mean.count if mean else 0
+        pace = self.known.pace
+        return pace.knows(1) and all(depth + 1 < pace.cost(depth) for depth in range(1, limit + 1))
 
 
-def _fitted(measured: Mapping[int, Mean], shape: Callable[[int], float], size: int) -> float:
-    """The cost at `size`: as measured, or between and beyond what was measured as `shape` grows."""
-    if size in measured:
-        return measured[size].value
-    low, high = min(measured), max(measured)
-    unit = measured[high].value / shape(high)
-    slope = unit
-    if low != high:  # as steep as measured, but nothing is free
-        rise = measured[high].value - measured[low].value
-        slope = max(rise / (shape(high) - shape(low)), 0.25 * unit)
-    below = max((known for known in measured if known < size), default=None)
-    above = min((known for known in measured if known > size), default=None)
-    if below is None:  # then all that was measured lies above
-        return max(measured[low].value - slope * (shape(low) - shape(size)), 0.1 * unit)
-    if above is None:
-        return measured[below].value + slope * (shape(size) - shape(below))
-    a, b = measured[below].value, measured[above].value
-    part = (shape(size) - shape(below)) / (shape(above) - shape(below))
-    return a + max(b - a, 0.0) * part
+def _hoped(mean: float, looks: float) -> float:
+    """An acceptance with the benefit of the doubt while looks are few."""
+    if looks >= MIN_LOOKS:
+        return mean
+    return min(1.0, mean + math.sqrt(mean * (1.0 - mean) / (looks + 2.0)))

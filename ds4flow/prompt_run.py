@@ -2,7 +2,8 @@
 
 Every prompt of a set runs as a run of its own would, in a directory of its own, with new stages, a
 new cache and only files, tokenizer and model shared. So neither its text nor any count depends on
-its place in the set. A prompt that fails is recorded, and the others go on.
+its place in the set, but for mtp.draft=auto: it knows from earlier prompts what passes cost, and
+records what it begins with. A prompt that fails is recorded, and the others go on.
 """
 
 from __future__ import annotations

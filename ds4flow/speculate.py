@@ -66,6 +66,18 @@ def top_two(logits: torch.Tensor) -> tuple[int, float]:
     return found.choices[0], found.gaps[0]
 
 
+def agreed(logits: torch.Tensor, drafts: Sequence[int]) -> tuple[int, int]:
+    """What `verify` decides at a margin of 1, without what only records need.
+
+    Returns how many `drafts` are accepted, and the next token.
+    """
+    choices = ranks(logits).choices
+    accepted = 0
+    while accepted < len(drafts) and choices[accepted] == drafts[accepted]:
+        accepted += 1
+    return accepted, choices[accepted]
+
+
 def verify(
     logits: torch.Tensor, drafts: Sequence[int], *, margin: float = 1.0, strict: bool = False
 ) -> Verdict:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds4flow.depth import Prior
+from ds4flow.pace import Prior
 from ds4flow.pipeline import State
 from ds4flow.speculate import argmax, top_gap, verify
 from ds4flow.stale import Fresh

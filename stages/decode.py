@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ds4flow.depth import AUTO_DEPTH_MAX, DepthPolicy, Prior
+from ds4flow.depth import DepthPolicy, Experience
 from ds4flow.errors import UsageError
 from ds4flow.graph import Cycle, DecodeGraph, Rules, Usage
+from ds4flow.pace import AUTO_DEPTH_MAX
 from ds4flow.pipeline import Stage, State
 from ds4flow.sampling import verify_sampled
 from ds4flow.speculate import Verdict
@@ -83,7 +84,9 @@ class Decode(Stage):
                     "the graph drafts greedily; pipeline=speculative drafts while sampling"
                 )
         if self.depth == "auto":
-            self.policy = DepthPolicy(AUTO_DEPTH_MAX, _whole_cycles(Prior.of(state.model)))
+            known = Experience.of(state.model, whole=True)
+            state.run.record(draft_auto=known.facts())
+            self.policy = DepthPolicy(AUTO_DEPTH_MAX, known)
         rules = Rules(
             margin=1.0 if self.strict else self.margin,
             gate=self.gate,
@@ -177,9 +180,3 @@ class Decode(Stage):
         return Verdict(
             cycle.accepted, cycle.next_token, reason, cycle.relaxed, cycle.ratios, cycle.gaps
         )
-
-
-def _whole_cycles(prior: Prior) -> Prior:
-    """Expected costs with drafting as a part of the pass."""
-    passes = (cost + depth * prior.step for depth, cost in enumerate(prior.passes))
-    return Prior(tuple(passes), 0.0)

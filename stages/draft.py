@@ -10,9 +10,10 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from ds4flow.depth import AUTO_DEPTH_MAX, DepthPolicy, Prior
+from ds4flow.depth import DepthPolicy, Experience
 from ds4flow.errors import Ds4FlowError, UsageError
 from ds4flow.oracle import Oracle, check_rates
+from ds4flow.pace import AUTO_DEPTH_MAX
 from ds4flow.pipeline import Stage, State
 from ds4flow.sampling import draw_draft
 from ds4flow.speculate import Draft, argmax, top_two
@@ -76,10 +77,12 @@ class Drafter(NoDrafter):
     kind = "custom"
 
     def prepare(self, state: State) -> None:
-        """Make the policy, which expects costs by the bytes that the model reads."""
+        """Make the policy, which begins with what earlier texts have taught of the model."""
         super().prepare(state)
         if self.depth == "auto":
-            self.policy = DepthPolicy(AUTO_DEPTH_MAX, Prior.of(state.model))
+            known = Experience.of(state.model)
+            state.run.record(draft_auto=known.facts())
+            self.policy = DepthPolicy(AUTO_DEPTH_MAX, known)
 
     def run(self, state: State) -> None:
         """Propose up to the clamped depth."""
@@ -103,6 +106,7 @@ class Drafter(NoDrafter):
                 steps=self.steps,
                 draft_s=self.seconds,
                 verify_s=now - self.finished,
+                backlog_s=self.backlog,
             )
         state.depth_choice = self.policy.choose(left)
         return state.depth_choice.depth

@@ -158,7 +158,7 @@ class FakeMtp:
     own_rows: frozenset[int] | range = frozenset()
 
 
-@dataclass
+@dataclass(eq=False)  # what was learned of a model goes with the object
 class FakeModel:
     """A target that looks its choice up. `quirk` may change the logits of a row before use."""
 

@@ -446,7 +446,7 @@ def test_report_35_a_set_that_hardly_drafts_says_so() -> None:
 def test_report_41_one_unlucky_prompt_does_not_stop_drafting_for_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What mtp.draft=auto learns holds for one prompt: the next one begins with nothing known."""
+    """Acceptance is learned anew for each prompt; what passes cost is known from those before."""
     seen: list[tuple[DepthPolicy, int]] = []
     choose = DepthPolicy.choose
 
@@ -461,3 +461,5 @@ def test_report_41_one_unlucky_prompt_does_not_stop_drafting_for_the_next(
     assert ds4flow("run", *FAKE, *words, write(data)).exit_code == 0
     assert [cycles for _, cycles in seen] == [0, 0, 0]
     assert seen[0][0].cycle > 0
+    begins = [run.facts["draft_auto"] for run in parts("runs/file/0001").values()]
+    assert begins == [{"costs_from": "weight bytes"}] * 3  # every prompt of this fake has a model

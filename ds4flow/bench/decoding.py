@@ -12,8 +12,9 @@ from ds4flow.bench.peer import Peer, PeerRun
 from ds4flow.bench.results import PeerResult, SpeculationResult
 from ds4flow.bench.samples import Samples, interleave, samples
 from ds4flow.bench.settings import Say, Settings, check_context, quiet
-from ds4flow.depth import AUTO_DEPTH_MAX, DepthPolicy, Prior
+from ds4flow.depth import DepthPolicy, Experience
 from ds4flow.oracle import Oracle
+from ds4flow.pace import AUTO_DEPTH_MAX
 from ds4flow.traffic import selects, weight_traffic
 
 
@@ -121,7 +122,8 @@ def _speculate(
 def _depth(engine: Engine, arm: Arm) -> int | DepthPolicy:
     if arm.depth is not None:
         return arm.depth
-    return DepthPolicy(AUTO_DEPTH_MAX, Prior.of(engine.model))
+    # as in any process, costs are known from the texts before; this very text must not be
+    return DepthPolicy(AUTO_DEPTH_MAX, Experience(Experience.of(engine.model).pace))
 
 
 def _drafter(engine: Engine, arm: Arm, start: Start, recorded: Sequence[int]) -> Drafter:

@@ -13,7 +13,7 @@ import torch
 from ds4flow.cache import KVCache
 from ds4flow.model.mtp import MtpBlock, Pairs
 from ds4flow.oracle import Oracle
-from ds4flow.speculate import Draft, top_two
+from ds4flow.speculate import argmax
 
 
 class Drafter(Protocol):
@@ -32,7 +32,7 @@ class Drafter(Protocol):
         depth: int,
         cache: KVCache,
         stale: Pairs | None = None,
-    ) -> list[Draft]:
+    ) -> list[int]:
         """Up to `depth` drafts; `hidden [N, D]` are the target's streams before `token`.
 
         `stale` are rows of the block that must be written first (`MtpBlock.step`).
@@ -55,17 +55,16 @@ class OwnDrafter:
         depth: int,
         cache: KVCache,
         stale: Pairs | None = None,
-    ) -> list[Draft]:
+    ) -> list[int]:
         """`depth` drafts, fewer where `_room` ends."""
-        drafts: list[Draft] = []
+        drafts: list[int] = []
         streams = hidden
         first = cache.length
         for position in range(first, first + min(depth, self._room(first + 1))):
             logits, streams = block.step(streams, token, position, cache, stale)
             stale = None
-            best, gap = top_two(logits)
-            token = self._choose(best, position + 1)
-            drafts.append(Draft(token, gap))
+            token = self._choose(int(argmax(logits)), position + 1)
+            drafts.append(token)
         return drafts
 
     def _room(self, position: int) -> int:

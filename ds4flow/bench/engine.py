@@ -1,7 +1,7 @@
 """A loaded model with starting points that it can be rewound to, and the loops that are timed.
 
-The loops do what a run does between two tokens, with nothing around it: the same calls of the
-model, the same verdict, the same refresh of the MTP block's rows.
+The loops do what decoding needs between two tokens, with nothing around it: a run's calls of the
+model, its exact verdicts, its refresh of the MTP block's rows; none of its records.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ds4flow.errors import UsageError
 from ds4flow.gguf import GgufFile, TensorInfo
 from ds4flow.model.trunk import Model
 from ds4flow.model.weights import find_mtp_layout
-from ds4flow.speculate import Verdict, argmax, verify
+from ds4flow.speculate import agreed, argmax
 from ds4flow.stale import Fresh, StaleRows
 
 LogitsSink = Callable[[int, torch.Tensor], None]
@@ -216,50 +216,54 @@ def speculative(
     run = Run()
     drafter.begin()
     waiting = StaleRows(block.reach)
-    written = 0
+    policy, wanted = (depth, 0) if isinstance(depth, DepthPolicy) else (None, depth)
     started = clock()
     while len(run.tokens) < count:
-        wanted = depth if isinstance(depth, int) else depth.choose(depth.depth_max).depth
-        stale: Fresh | None = None
+        if policy is not None:
+            wanted = policy.choose(policy.depth_max).depth
+        begun = clock()
+        refreshed = begun
+        drafts: list[int] = []
         if wanted:
             backlog, stale = waiting.take()
             for part in backlog:
                 block.warm(part.streams, part.tokens, part.first, cache)
-        begun = clock()  # what a pause left behind is no cost of this depth
-        drafts = drafter.propose(block, hidden, token, wanted, cache, stale)
-        written = len(drafts)
+            if backlog:
+                refreshed = clock()
+            drafts = drafter.propose(block, hidden, token, wanted, cache, stale)
         drafted_at = clock()
-        rows = [token, *(draft.token for draft in drafts)]
+        rows = [token, *drafts]
         streams = model.forward(rows, cache)
         logits = model.logits(streams)
-        verdict = verify(logits, rows[1:], strict=True)
-        kept = verdict.accepted + 1
+        accepted, following = agreed(logits, drafts)
+        kept = accepted + 1
         if sink is not None:
             for row in range(kept):
                 sink(cache.length + row, logits[row])
         before = hidden[None] if kept == 1 else torch.cat((hidden[None], streams[: kept - 1]))
         # the first row of a draft pass came from the target's streams and is final
-        waiting.note(Fresh(cache.length, tuple(rows[:kept]), before), min(written, 1))
+        waiting.note(Fresh(cache.length, tuple(rows[:kept]), before), min(len(drafts), 1))
         cache.commit(kept)
-        hidden, token = streams[kept - 1], verdict.next_token
-        _count(run, rows[:kept], verdict, len(drafts))
-        if isinstance(depth, DepthPolicy):
-            depth.observe(
+        hidden, token = streams[accepted], following
+        _count(run, rows[:kept], len(drafts))
+        if policy is not None:
+            policy.observe(
                 drafted=len(drafts),
-                accepted=verdict.accepted,
+                accepted=accepted,
                 steps=len(drafts),
-                draft_s=drafted_at - begun,
+                draft_s=drafted_at - refreshed,
                 verify_s=clock() - drafted_at,
+                backlog_s=refreshed - begun,
             )
     run.seconds = clock() - started
     return run
 
 
-def _count(run: Run, kept: list[int], verdict: Verdict, drafted: int) -> None:
+def _count(run: Run, kept: list[int], drafted: int) -> None:
     run.tokens.extend(kept)
     run.cycles += 1
     run.drafted += drafted
-    run.accepted += verdict.accepted
+    run.accepted += len(kept) - 1
     run.depths[drafted] = run.depths.get(drafted, 0) + 1
 
 

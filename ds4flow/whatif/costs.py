@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ds4flow.depth import Prior
+from ds4flow.pace import Prior
 from ds4flow.whatif.traced import Start, Traced
 
 

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ds4flow.depth import AUTO_DEPTH_MAX, DepthPolicy
+from ds4flow.depth import DepthPolicy, Experience
+from ds4flow.pace import AUTO_DEPTH_MAX, Pace
 from ds4flow.whatif.costs import CostModel
 from ds4flow.whatif.traced import Start, Traced
 
@@ -236,7 +237,7 @@ def _automatic(traced: Traced, setting: Setting, costs: CostModel | None) -> Pre
     """
     if costs is None or setting.margin < 1.0 or not traced.probe:
         return None
-    policy = DepthPolicy(min(AUTO_DEPTH_MAX, traced.depth), costs.prior)
+    policy = DepthPolicy(min(AUTO_DEPTH_MAX, traced.depth), Experience(Pace(costs.prior)))
     averages = Averages.of(traced, 1.0)
     found = Prediction(setting, exact=False, tokens=len(traced.output), micros=0.0)
     index = stale = 0

@@ -48,7 +48,7 @@ def propose(rates: tuple[float, ...], cycles: int) -> list[list[bool]]:
         block = CountingBlock()
         drafts = oracle.propose(block, torch.zeros(1), recorded[position], len(rates), cache)
         assert [at for _, at in block.fed] == list(range(position, position + len(rates)))
-        right = [d.token == recorded[position + 1 + j] for j, d in enumerate(drafts)]
+        right = [draft == recorded[position + 1 + j] for j, draft in enumerate(drafts)]
         found.append(right)
     return found
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from ds4flow.stages import draft
 
-from ds4flow.depth import AUTO_DEPTH_MAX
+from ds4flow.pace import AUTO_DEPTH_MAX
 from tests.fakes import BOS_ID, FakeModel, Result, chaotic, decode, fake, fake_with_mtp, greedy
 
 PROMPT = (BOS_ID, *range(40, 45))

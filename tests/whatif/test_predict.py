@@ -12,8 +12,9 @@ import pytest
 import torch
 from ds4flow.stages.draft import MtpDrafter
 
-from ds4flow.depth import DepthPolicy, Prior
+from ds4flow.depth import DepthPolicy
 from ds4flow.errors import Ds4FlowError
+from ds4flow.pace import Prior
 from ds4flow.runs.record import Run
 from ds4flow.whatif.costs import CostModel
 from ds4flow.whatif.predict import Prediction, Setting, predict
