@@ -461,5 +461,5 @@ def test_report_41_one_unlucky_prompt_does_not_stop_drafting_for_the_next(
     assert ds4flow("run", *FAKE, *words, write(data)).exit_code == 0
     assert [cycles for _, cycles in seen] == [0, 0, 0]
     assert seen[0][0].cycle > 0
-    begins = [run.facts["draft_auto"] for run in parts("runs/file/0001").values()]
+    begins = [run.facts["draft_auto"] for run in parts("runs/demo/0001").values()]
     assert begins == [{"costs_from": "weight bytes"}] * 3  # every prompt of this fake has a model

@@ -13,7 +13,7 @@ import torch
 from ds4flow.cache import KVCache
 from ds4flow.model.mtp import MtpBlock, Pairs
 from ds4flow.oracle import Oracle
-from ds4flow.speculate import argmax
+from ds4flow.ranks import ranks
 
 
 class Drafter(Protocol):
@@ -63,7 +63,7 @@ class OwnDrafter:
         for position in range(first, first + min(depth, self._room(first + 1))):
             logits, streams = block.step(streams, token, position, cache, stale)
             stale = None
-            token = self._choose(int(argmax(logits)), position + 1)
+            token = self._choose(ranks(logits).choices[0], position + 1)
             drafts.append(token)
         return drafts
 

@@ -22,6 +22,7 @@ from ds4flow.errors import UsageError
 from ds4flow.gguf import GgufFile, TensorInfo
 from ds4flow.model.trunk import Model
 from ds4flow.model.weights import find_mtp_layout
+from ds4flow.ranks import ranks
 from ds4flow.speculate import agreed, argmax
 from ds4flow.stale import Fresh, StaleRows
 
@@ -185,7 +186,7 @@ def greedy(
             sink(cache.length, logits[0])
         cache.commit(1)
         run.tokens.append(token)
-        token = int(argmax(logits)[0])
+        token = ranks(logits).choices[0]
     run.seconds = clock() - started
     run.cycles = count
     run.depths = {0: count}
