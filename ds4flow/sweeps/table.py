@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from ds4flow.runs.screen import shown
 from ds4flow.runs.sweep import Job, Sweep
 
 
@@ -23,12 +24,23 @@ def print_table(sweep: Sweep) -> None:
     for name in ("status", "tokens/s", "acceptance", "identity"):
         table.add_column(name, justify="right" if name in ("tokens/s", "acceptance") else "left")
     for job in sweep.jobs:
-        cells = [str(job.number), *(job.values.get(key, "") for key in sweep.keys), *_cells(job)]
+        values = [_drawn(job.values.get(key, "")) for key in sweep.keys]
+        cells = [str(job.number), *values, *_cells(job)]
         table.add_row(*map(Text, cells))
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     console.print(table)
     for line in _notes(sweep):
         console.print(line)
+
+
+def _drawn(value: str) -> str:
+    """A swept value as text; a search draws more digits than a column has room for."""
+    if "." not in value or len(value) <= 8:
+        return value
+    try:
+        return shown(float(value))
+    except ValueError:
+        return value
 
 
 def _cells(job: Job) -> list[str]:

@@ -51,19 +51,20 @@ def here(half_done: Path, tmp_path: Path) -> Path:
 
 
 def test_a_sweep_leaves_a_row_and_a_directory_for_each_job() -> None:
-    result = sweep("mtp.draft=0,2", "mtp.margin=1.0,0.5")
+    low = "0.5123456789012345"
+    result = sweep("mtp.draft=0,2", f"mtp.margin=1.0,{low}")
     assert result.exit_code == 0
     found = Sweep.open(SWEEP)
     assert found.facts["status"] == "complete"
     assert found.keys == ("mtp.draft", "mtp.margin")
     assert [job.values for job in found.jobs] == [
-        {"mtp.draft": draft, "mtp.margin": margin} for draft in "02" for margin in ("1.0", "0.5")
+        {"mtp.draft": draft, "mtp.margin": margin} for draft in "02" for margin in ("1.0", low)
     ]
     assert statuses() == ["done"] * 4
     assert [str(job.directory) for job in found.jobs] == [str(SWEEP / n) for n in "0123"]
     assert all("provenance" not in word for job in found.jobs for word in job.overrides)
-    for number, (draft, margin) in enumerate([(0, 1.0), (0, 0.5), (2, 1.0), (2, 0.5)]):
-        assert (value(number, "mtp.draft"), value(number, "mtp.margin")) == (draft, margin)
+    for number, wanted in enumerate((draft, m) for draft in (0, 2) for m in (1.0, float(low))):
+        assert (value(number, "mtp.draft"), value(number, "mtp.margin")) == wanted
     assert find_runs(".") == [job.directory for job in found.jobs]
     for job in found.jobs:
         assert job.run is not None
@@ -75,7 +76,7 @@ def test_a_sweep_leaves_a_row_and_a_directory_for_each_job() -> None:
     header = next(line for line in lines if line.startswith("job "))
     words = ("mtp.draft", "mtp.margin", "status", "tokens/s", "acceptance", "identity")
     assert [word in header for word in words] == [True] * 6
-    line = next(line for line in lines if line.split()[:3] == ["3", "2", "0.5"])
+    line = next(line for line in lines if line.split()[:3] == ["3", "2", "0.512346"])
     summary = Run.open(SWEEP / "3").summary
     assert f"{summary['draft_acceptance_rate']:.1%}" in line
     assert f"{summary['tokens_per_second']:.1f}" in line
