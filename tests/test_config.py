@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from ds4flow import config, overrides, schema
 from ds4flow.errors import Ds4FlowError, UsageError
@@ -26,18 +27,22 @@ OBSERVERS = {"mlflow", "tensorboard"}
 """Stages of optional packages: in the config only where a pipeline names them."""
 
 
+@cache
+def with_option(group: str, option: str) -> DictConfig:
+    """The config with one option chosen; not to be changed."""
+    return config.compose([f"{'+' if group in OBSERVERS else ''}{group}={option}"])
+
+
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_composes(group: str, option: str) -> None:
-    sign = "+" if group in OBSERVERS else ""
-    composed = config.compose([f"{sign}{group}={option}"])
-    assert composed.pipeline.cycle
+    assert with_option(group, option).pipeline.cycle
 
 
 @pytest.mark.parametrize(
     ("group", "option"), [(group, option) for group, option in OPTIONS if group in STAGES]
 )
 def test_the_yaml_of_a_stage_has_exactly_its_fields(group: str, option: str) -> None:
-    node = config.compose([f"{group}={option}"])[group]
+    node = with_option(group, option)[group]
     module, _, name = node._target_.rpartition(".")
     assert module == f"ds4flow.stages.{group}"
     cls = getattr(importlib.import_module(module), name)
@@ -66,7 +71,7 @@ def test_each_stage_module_has_a_group_and_a_schema() -> None:
 
 @pytest.mark.parametrize("pipeline", [option for group, option in OPTIONS if group == "pipeline"])
 def test_every_pipeline_can_be_built(pipeline: str) -> None:
-    build_pipeline(config.compose([f"pipeline={pipeline}"]))
+    build_pipeline(with_option("pipeline", pipeline))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,9 +79,15 @@ def test_the_same_seed_gives_the_same_text(tmp_path: Path, depth: int, mtp: bool
 # --- the load stage's switch
 
 
-def load_of(**values: Any) -> LoadGguf:
+@cache
+def load_stage() -> LoadGguf:
     stage = build_pipeline(compose(["mtp.draft=2", "runtime.kernels=reference"])).stages["load"]
     assert isinstance(stage, LoadGguf)
+    return stage
+
+
+def load_of(**values: Any) -> LoadGguf:
+    stage = load_stage()
     sampling = {key: values.pop(key, value) for key, value in stage.sampling.items()}
     return replace(stage, **values, sampling=sampling)
 
