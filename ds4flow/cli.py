@@ -7,60 +7,13 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import click
 
 from ds4flow import __version__, commands, completion
 from ds4flow.errors import Ds4FlowError, UsageError
-
-if TYPE_CHECKING:
-    from ds4flow.overrides import Flag
-
-
-class FlagKey(NamedTuple):
-    """A flag, the key it sets, the value of a flag that takes none, and what else it sets."""
-
-    names: tuple[str, ...]
-    key: str
-    metavar: str
-    help: str
-    value: str | None = None
-    also: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def parameter(self) -> str:
-        """The name of the click parameter."""
-        return self.names[-1].lstrip("-").replace("-", "_")
-
-
-FLAGS = (
-    FlagKey(("-p", "--prompt"), "prompt", "TEXT", "Text to continue, taken literally."),
-    FlagKey(("--prompt-file",), "prompt_file", "FILE", "Read the prompt from a UTF-8 file."),
-    FlagKey(("--prompts",), "prompts", "FILE", "Run a set of prompts, JSON lines, in one load."),
-    FlagKey(("--model",), "model.path", "FILE", "Main GGUF file; selects model=file."),
-    FlagKey(("--mtp",), "model.mtp_path", "FILE", "GGUF file with the MTP block."),
-    FlagKey(("-n", "--max-tokens"), "commit.max_tokens", "N", "Tokens to generate at most."),
-    FlagKey(("--ctx",), "runtime.context", "N", "Context in tokens, prompt included."),
-    FlagKey(("--temp",), "sampling.temperature", "F", "Sampling temperature; 0 is greedy."),
-    FlagKey(("--nothink",), "model.chat", "", "Chat prompt without thinking.", "nothink"),
-    FlagKey(("--mtp-draft",), "mtp.draft", "N", "Drafts per cycle, 0 to 16."),
-    FlagKey(("--mtp-margin",), "mtp.margin", "F", "Acceptance ratio in (0, 1]; 1 is exact."),
-    FlagKey(("--mtp-gate",), "mtp.gate", "F", "Stop drafting below this logit gap."),
-    FlagKey(("--mtp-strict",), "mtp.strict", "", "Exact, whatever the margin.", "true"),
-    FlagKey(("--mtp-probe",), "mtp.probe", "", "Count draft hits, never use drafts.", "true"),
-    FlagKey(("--mtp-timing",), "mtp.timing", "", "Counters and times at the end.", "true"),
-    FlagKey(("--mtp-spec-log",), "mtp.spec_log", "", "One line per cycle.", "true"),
-    FlagKey(("--mtp-conf-log",), "mtp.conf_log", "", "One line per draft.", "true"),
-    FlagKey(
-        ("--mtp-verify-depth",),
-        "mtp.draft",
-        "N",
-        "Compare with plain greedy decoding at this depth; selects pipeline=parity.",
-        also=(("pipeline", "parity"),),
-    ),
-)
+from ds4flow.flags import FLAGS, flag_options, given_flags
 
 
 class _Reporting(click.Group):
@@ -82,20 +35,6 @@ def main() -> None:
     """Exact speculative decoding for DeepSeek-V4 GGUF models."""
 
 
-def _flag_options(command: Callable[..., None]) -> Callable[..., None]:
-    for flag in reversed(FLAGS):
-        if flag.value is None:
-            option = click.option(
-                *flag.names, flag.parameter, metavar=flag.metavar, help=f"{flag.help} [{flag.key}]"
-            )
-        else:
-            option = click.option(
-                *flag.names, flag.parameter, is_flag=True, help=f"{flag.help} [{flag.key}]"
-            )
-        command = option(command)
-    return command
-
-
 @main.command(
     epilog="Texts are taken literally: prompt='def f(x): return {x}'. A DS4_* variable overrides "
     "the command line."
@@ -103,7 +42,7 @@ def _flag_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.argument(
     "overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=completion.complete_override
 )
-@_flag_options
+@flag_options(FLAGS)
 @click.option(
     "-m",
     "short_m",
@@ -146,7 +85,7 @@ def run(overrides: tuple[str, ...], short_m: str | None, **options: Any) -> None
     from ds4flow.execute import hand_over, new_directory, run_composed
     from ds4flow.overrides import assemble
 
-    flags, config_dir = _flags(options, words), options["config_dir"]
+    flags, config_dir = given_flags(FLAGS, options, words), options["config_dir"]
     showing = _showing(options)
     if options["resume"]:
         if showing:
@@ -182,20 +121,6 @@ def run(overrides: tuple[str, ...], short_m: str | None, **options: Any) -> None
         sys.exit(sweeps.start(sweeps.Given(typed, tuple(flags), config_dir), words, configs))
     else:
         run_composed(configs[0], new_directory(configs[0]), config_dir=config_dir)
-
-
-def _flags(options: dict[str, Any], words: Sequence[str]) -> list[Flag]:
-    from ds4flow.overrides import Flag, key_of
-
-    given = [flag for flag in FLAGS if options[flag.parameter] not in (None, False)]
-    flags = [
-        Flag(flag.names[-1], flag.key, flag.value or str(options[flag.parameter])) for flag in given
-    ]
-    for flag in given:
-        flags += [Flag(flag.names[-1], key, value) for key, value in flag.also]
-    if options["model"] and not any(key_of(word) == "model" for word in words):
-        flags.insert(0, Flag("--model", "model", "file"))
-    return flags
 
 
 def _showing(options: dict[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from ds4flow import completion
+from ds4flow.flags import REQUEST_FLAGS, flag_options, given_flags
 from ds4flow.runs.group import root_option, runs
 
 TARGETS = {
@@ -283,18 +284,22 @@ class _WithArms(click.Command):
     "--allow", default="", metavar="NAME,..", help="Of weights,prompts,machine: may differ."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print ab.json instead of the table.")
+@flag_options(REQUEST_FLAGS)
 @click.option("--config-dir", metavar="DIR", help="A folder with more YAML, searched as well.")
 @click.pass_context
-def ab(ctx: click.Context, words: tuple[str, ...], allow: str, **options: Any) -> None:
+def ab(click_context: click.Context, words: tuple[str, ...], allow: str, **options: Any) -> None:
     """Compare two configs, run in turn (ABBA): speed pair by pair, and whether the texts agree.
 
-    The arms are YAML files of overrides or stand after --; words before hold for both. Exit 1 when
-    texts differ that had to be equal.
+    The arms are YAML files of overrides or stand after --; words and flags before hold for both,
+    where an arm does not say otherwise. Exit 1 when texts differ that had to be equal.
     """
     from ds4flow.ab.command import Options, ab_command, parse_allow
 
+    flags = given_flags(REQUEST_FLAGS, options, words)
+    for flag in REQUEST_FLAGS:
+        del options[flag.parameter]
     made = Options(allow=parse_allow(allow), **options)
-    sys.exit(ab_command(words, ctx.meta["ds4flow.arms"], made))
+    sys.exit(ab_command(words, flags, click_context.meta["ds4flow.arms"], made))
 
 
 @click.command("whatif")

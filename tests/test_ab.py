@@ -199,6 +199,20 @@ def test_a_common_word_gives_way_to_an_arms_own() -> None:
     assert record()["differences"] == {"mtp.draft": [0, 2]}
 
 
+def test_flags_hold_for_both_arms_and_give_way_to_an_arms_own() -> None:
+    common = ("-p", "hello", "-n", "9", "--ctx", "77", "--repeats", "1", "--warmup", "0")
+    found = ab(*FAKE, *common, "--", "mtp.draft=0", "--", "mtp.draft=2", "runtime.context=99")
+    assert found.exit_code == 0, found.stderr
+    assert record()["differences"] == {"mtp.draft": [0, 2], "runtime.context": [77, 99]}
+    for name in ("001-a", "002-b"):
+        run = Run.open(f"runs/demo/0001/{name}")
+        assert (run.prompt, run.config["commit.max_tokens"]) == ("hello", 9)
+        assert run.origins["commit.max_tokens"] == "flag --max-tokens"
+    twice = ab(*FAKE, *SHORT, "-n", "9", "--", "--")
+    assert twice.exit_code == 2
+    assert "commit.max_tokens is given twice" in twice.stderr
+
+
 def test_sets_are_compared_by_category() -> None:
     arms = ("--", "mtp.draft=0", "--", "mtp.draft=2")
     found = ab(*FAKE, SHORT[1], write_set(), "--repeats", "2", *arms)

@@ -57,6 +57,7 @@ FLOORS = (
     {
         "cli",
         "completion",
+        "flags",
         "followers",
         "execute",
         "replay",

@@ -17,7 +17,7 @@ from ds4flow import schema
 from ds4flow.config import validate
 from ds4flow.env import Variable
 from ds4flow.errors import UsageError
-from ds4flow.overrides import assemble, key_of, quoted
+from ds4flow.overrides import Flag, assemble, key_of, quoted
 from ds4flow.provenance import provenance
 
 NAMES = ("A", "B")  # the baseline and the candidate
@@ -42,6 +42,7 @@ class Arm:
 
 def make_arms(
     words: Sequence[str],
+    flags: Sequence[Flag],
     after_dashes: Sequence[Sequence[str]],
     variables: Sequence[Variable],
     *,
@@ -49,8 +50,9 @@ def make_arms(
 ) -> tuple[tuple[Arm, Arm], str]:
     """The arms, and the template of the directory for their runs.
 
-    `words` are common overrides and, without `after_dashes`, the two YAML files. UsageError for
-    anything that does not make two arms, and for what is wrong in a config, naming the arm.
+    `words` are common overrides and, without `after_dashes`, the two YAML files; `flags` are common
+    too, and what an arm sets itself counts more than either. UsageError for anything that does not
+    make two arms, and for what is wrong in a config, naming the arm.
     """
     common = [word for word in words if "=" in word]
     files = [word for word in words if "=" not in word]
@@ -76,7 +78,7 @@ def make_arms(
                 f"unset {variable.name}",
             )
     (first, template), (second, _) = (
-        _arm(name, title, common, arm, variables, config_dir)
+        _arm(name, title, common, flags, arm, variables, config_dir)
         for name, (title, arm) in zip(NAMES, own, strict=True)
     )
     return (first, second), template
@@ -86,6 +88,7 @@ def _arm(
     name: str,
     title: str,
     common: Sequence[str],
+    flags: Sequence[Flag],
     own: Sequence[str],
     variables: Sequence[Variable],
     config_dir: str | None,
@@ -93,8 +96,9 @@ def _arm(
     """An arm, and the template of its run directory."""
     keys = {key_of(word) for word in own}
     words = [word for word in common if key_of(word) not in keys]
+    flags = [flag for flag in flags if flag.key not in keys]
     try:
-        merged, notices = assemble([*words, *own], [], variables)
+        merged, notices = assemble([*words, *own], flags, variables)
         _, full = validate(merged, config_dir=config_dir)
         template = str(OmegaConf.select(full, "hydra.run.dir"))
     except UsageError as error:

@@ -28,6 +28,7 @@ from ds4flow.ab.result import (
     warnings,
 )
 from ds4flow.errors import UsageError, near_match
+from ds4flow.overrides import Flag
 from ds4flow.recorded import exit_code, terminable
 from ds4flow.runs.compare import difference_lines
 from ds4flow.runs.record import Run
@@ -58,10 +59,15 @@ def parse_allow(text: str) -> tuple[str, ...]:
 
 
 def ab_command(
-    words: Sequence[str], after_dashes: Sequence[Sequence[str]], options: Options
+    words: Sequence[str],
+    flags: Sequence[Flag],
+    after_dashes: Sequence[Sequence[str]],
+    options: Options,
 ) -> int:
     """Compare two arms; 1 when texts part that had to be equal."""
-    arms, template = make_arms(words, after_dashes, env.read(), config_dir=options.config_dir)
+    arms, template = make_arms(
+        words, flags, after_dashes, env.read(), config_dir=options.config_dir
+    )
     for notice in dict.fromkeys((*arms[0].notices, *arms[1].notices)):
         say(notice)
     differences = differing(*arms)
