@@ -44,6 +44,7 @@ PROBE_LAST = 256
 PAUSE = 17  # cycles without drafts after which a refresh costs extra (`ds4flow.stale`)
 SETTLED = 4  # cycles between two looks at the choice once it rests on enough
 SETTLED_OFF = 32  # the same while nothing is drafted, and so nothing is learned
+AWAKE = 8  # last of these cycles, whose costs tell how fast the machine is
 
 
 def draft_max(draft: int | str) -> int:
@@ -163,6 +164,7 @@ class DepthPolicy:
     probes: int = 0
     again: int | None = None  # a depth to be probed once more
     quiet: int = 0  # cycles for which the last choice stands
+    slept: int = 0  # cycles that were not accounted for yet
     choice: Decision = field(init=False)
 
     def __post_init__(self) -> None:
@@ -236,8 +238,28 @@ class DepthPolicy:
 
     # --- choosing ---------------------------------------------------------------------------------
 
+    def sleeps(self) -> bool:
+        """Whether the next cycle drafts nothing, and needs neither `choose` nor `observe`.
+
+        Where drafting does not pay, deciding that must cost nothing, too.
+        """
+        if self.quiet <= AWAKE or self.choice.depth:
+            return False
+        self.quiet -= 1
+        self.slept += 1
+        return True
+
+    def _wake(self) -> None:
+        self.cycle += self.slept
+        self.idle += self.slept
+        self.rest += self.slept
+        self.unpaid += self.slept
+        self.slept = 0
+
     def choose(self, room: int) -> Decision:
         """The depth of the next cycle, at most `room`."""
+        if self.slept:
+            self._wake()
         limit = min(room, self.depth_max)
         if limit <= 0:
             return Decision(0, "off")

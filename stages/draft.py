@@ -88,6 +88,11 @@ class Drafter(NoDrafter):
         """Propose up to the clamped depth."""
         start = time.perf_counter()
         left = state.drafts_left(self.max_tokens)
+        if self.policy is not None and self.policy.sleeps():
+            self.finished = 0.0
+            self.propose(state, 0)
+            state.draft_end = self._why_none(state, left)
+            return
         depth = 0 if state.mtp_off else max(0, min(self._depth(state, left, start), left))
         self.steps, self.backlog = depth, 0.0
         self.propose(state, depth)

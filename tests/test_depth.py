@@ -71,19 +71,21 @@ def play(
     policy = policy or DepthPolicy(8, Experience(Pace(BYTES)))
     tokens, seconds, rest, decisions = 0, 0.0, 0, []
     while tokens < count:
-        decisions.append(policy.choose(count - tokens - 1))
+        asleep = policy.sleeps()
+        decisions.append(policy.choice if asleep else policy.choose(count - tokens - 1))
         depth = decisions[-1].depth
         accepted = min(depth, right(tokens))
         draft_s, verify_s = machine.cycle(depth)
         backlog_s = machine.backlog if depth and rest > 17 else 0.0
-        policy.observe(
-            drafted=depth,
-            accepted=accepted,
-            steps=depth,
-            draft_s=draft_s * noise(),
-            verify_s=verify_s * noise(),
-            backlog_s=backlog_s * noise(),
-        )
+        if not asleep:
+            policy.observe(
+                drafted=depth,
+                accepted=accepted,
+                steps=depth,
+                draft_s=draft_s * noise(),
+                verify_s=verify_s * noise(),
+                backlog_s=backlog_s * noise(),
+            )
         rest = 0 if depth else rest + 1
         tokens += accepted + 1
         seconds += draft_s + verify_s + backlog_s
@@ -269,6 +271,22 @@ def test_wide_passes_are_not_measured_where_they_cannot_pay() -> None:
     assert max(found.depths) <= 2
     assert sum(found.depths) <= 8
     assert max(play(MACHINES["small model"], lambda position: 0).depths) == 1
+
+
+def test_where_nothing_is_drafted_most_cycles_need_no_policy() -> None:
+    policy = DepthPolicy(8, Experience(Pace(BYTES)))
+    machine, calls = MACHINES["small model"], 0
+    for cycle in range(1000):
+        if policy.sleeps():
+            assert policy.choice.depth == 0
+            continue
+        calls += 1
+        depth = policy.choose(1000 - cycle).depth
+        draft_s, verify_s = machine.cycle(depth)
+        policy.observe(drafted=depth, accepted=0, steps=depth, draft_s=draft_s, verify_s=verify_s)
+    assert calls < 350
+    policy.choose(1)
+    assert policy.cycle == 1000
 
 
 # --- odd cases ------------------------------------------------------------------------------------

@@ -153,6 +153,14 @@ class Run:
     accepted: int = 0  # drafts that were committed
     depths: dict[int, int] = field(default_factory=dict)  # cycles by number of drafts
 
+    def add(self, kept: Sequence[int], drafted: int) -> None:
+        """Count a cycle that kept tokens after `drafted` drafts."""
+        self.tokens.extend(kept)
+        self.cycles += 1
+        self.drafted += drafted
+        self.accepted += len(kept) - 1
+        self.depths[drafted] = self.depths.get(drafted, 0) + 1
+
     @property
     def rate(self) -> float:
         """Tokens per second."""
@@ -213,17 +221,19 @@ def speculative(
         raise UsageError(
             "the model files hold no MTP weights", "give an MTP file to measure drafting"
         )
-    cache, token, hidden = start.rewind(), start.next_token, start.hidden
+    cache, token = start.rewind(), start.next_token
+    behind = start.hidden[None]  # the streams before the token
     run = Run()
     drafter.begin()
     waiting = StaleRows(block.reach)
     policy, wanted = (depth, 0) if isinstance(depth, DepthPolicy) else (None, depth)
-    started = clock()
+    begun = drafted_at = refreshed = started = clock()
     while len(run.tokens) < count:
+        awake = policy is not None and not policy.sleeps()
         if policy is not None:
-            wanted = policy.choose(policy.depth_max).depth
-        begun = clock()
-        refreshed = begun
+            wanted = policy.choose(policy.depth_max).depth if awake else 0
+        if awake:
+            begun = refreshed = clock()
         drafts: list[int] = []
         if wanted:
             backlog, stale = waiting.take()
@@ -231,23 +241,24 @@ def speculative(
                 block.warm(part.streams, part.tokens, part.first, cache)
             if backlog:
                 refreshed = clock()
-            drafts = drafter.propose(block, hidden, token, wanted, cache, stale)
-        drafted_at = clock()
-        rows = [token, *drafts]
-        streams = model.forward(rows, cache)
+            drafts = drafter.propose(block, behind[0], token, wanted, cache, stale)
+        if awake:
+            drafted_at = clock()
+        streams = model.forward([token, *drafts], cache)
         logits = model.logits(streams)
         accepted, following = agreed(logits, drafts)
-        kept = accepted + 1
+        kept = (token, *drafts[:accepted])
         if sink is not None:
-            for row in range(kept):
+            for row in range(len(kept)):
                 sink(cache.length + row, logits[row])
-        before = hidden[None] if kept == 1 else torch.cat((hidden[None], streams[: kept - 1]))
+        before = torch.cat((behind, streams[:accepted])) if accepted else behind
         # the first row of a draft pass came from the target's streams and is final
-        waiting.note(Fresh(cache.length, tuple(rows[:kept]), before), min(len(drafts), 1))
-        cache.commit(kept)
-        hidden, token = streams[accepted], following
-        _count(run, rows[:kept], len(drafts))
-        if policy is not None:
+        waiting.note(Fresh(cache.length, kept, before), 1 if drafts else 0)
+        cache.commit(len(kept))
+        behind = streams[accepted : accepted + 1] if drafts else streams
+        token = following
+        run.add(kept, len(drafts))
+        if policy is not None and awake:
             policy.observe(
                 drafted=len(drafts),
                 accepted=accepted,
@@ -258,14 +269,6 @@ def speculative(
             )
     run.seconds = clock() - started
     return run
-
-
-def _count(run: Run, kept: list[int], drafted: int) -> None:
-    run.tokens.extend(kept)
-    run.cycles += 1
-    run.drafted += drafted
-    run.accepted += len(kept) - 1
-    run.depths[drafted] = run.depths.get(drafted, 0) + 1
 
 
 class Digest:
