@@ -11,7 +11,7 @@ from ds4flow.errors import Ds4FlowError, ModelFileError, UsageError
 from ds4flow.fetching import fetch_shown
 from ds4flow.gguf import GgufFile
 from ds4flow.hub import HubFile
-from ds4flow.model.weights import find_mtp_layout
+from ds4flow.model.mtp_weights import find_mtp_layout
 from ds4flow.packaged import resolve
 from ds4flow.pipeline import Files, Stage, State
 

@@ -36,8 +36,8 @@ from ds4flow.doctor.report import FileReport, Report
 from ds4flow.errors import Ds4FlowError, ModelFileError, UsageError
 from ds4flow.gguf import GgufFile, TensorInfo
 from ds4flow.model.config import ModelConfig
+from ds4flow.model.mtp_weights import load_mtp
 from ds4flow.model.slots import hyper_slots, layer_slots, trunk_slots
-from ds4flow.model.weights import load_mtp
 from tests.conftest import GOLDEN_NAMES
 from tests.gguf_files import As, Raw, contents, encode, split, string, tensor, write
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from ds4flow.errors import Ds4FlowError, ModelFileError, TruncatedFileError
 from ds4flow.gguf import GgufFile
 from ds4flow.model.config import ModelConfig
-from ds4flow.model.weights import find_mtp_layout, load_mtp, load_trunk
+from ds4flow.model.mtp_weights import find_mtp_layout, load_mtp
+from ds4flow.model.weights import load_trunk
 from ds4flow.quants import can_decode, from_gguf
 from tests.gguf_files import (
     As,

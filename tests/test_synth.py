@@ -14,8 +14,9 @@ from ds4flow.cache import KVCache
 from ds4flow.errors import Ds4FlowError, UsageError
 from ds4flow.gguf import GgufFile
 from ds4flow.model.config import ModelConfig
+from ds4flow.model.mtp_weights import load_mtp
 from ds4flow.model.trunk import Model
-from ds4flow.model.weights import load_mtp, load_trunk
+from ds4flow.model.weights import load_trunk
 from ds4flow.quants import dequantize
 from ds4flow.speculate import argmax
 from ds4flow.synth import FLASH, PRESETS, Recipe, recipe, synthesize

@@ -25,8 +25,8 @@ from ds4flow.bench.settings import Say, Settings, random_tokens
 from ds4flow.device import FIXED_SHAPES, DeviceChoice, choose
 from ds4flow.errors import UsageError, near_match
 from ds4flow.gguf import GgufFile
+from ds4flow.model.mtp_weights import find_mtp_layout
 from ds4flow.model.trunk import BACKENDS
-from ds4flow.model.weights import find_mtp_layout
 from ds4flow.synth.presets import SYNTH_FLASH, changed
 from ds4flow.synth.unwritten import Unwritten, made_model, planned
 from ds4flow.tokenizer import Tokenizer

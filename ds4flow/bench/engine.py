@@ -20,8 +20,8 @@ from ds4flow.depth import DepthPolicy
 from ds4flow.device import DeviceChoice
 from ds4flow.errors import UsageError
 from ds4flow.gguf import GgufFile, TensorInfo
+from ds4flow.model.mtp_weights import find_mtp_layout
 from ds4flow.model.trunk import Model
-from ds4flow.model.weights import find_mtp_layout
 from ds4flow.ranks import ranks
 from ds4flow.speculate import agreed, argmax
 from ds4flow.stale import Fresh, StaleRows

@@ -43,8 +43,8 @@ def convert_mtp(
     in the other layout, Ds4FlowError when the file cannot be written.
     """
     # it imports torch, which nothing else here needs
+    from ds4flow.model.mtp_weights import find_mtp_layout, load_mtp
     from ds4flow.model.slots import check_trunk
-    from ds4flow.model.weights import find_mtp_layout, load_mtp
 
     found = find_mtp_layout(source)
     if found == layout:

@@ -15,8 +15,8 @@ from ds4flow.doctor.subject import Subject, subject_of, trunk_blocks
 from ds4flow.errors import ModelFileError
 from ds4flow.gguf import GgufFile
 from ds4flow.model.config import ARCHITECTURE, ModelConfig
+from ds4flow.model.mtp_weights import load_mtp
 from ds4flow.model.slots import check_trunk
-from ds4flow.model.weights import load_mtp
 from ds4flow.tokenizer import Tokenizer
 
 GIVE_BOTH = "give the main file as well: ds4flow inspect MAIN.gguf MTP.gguf"

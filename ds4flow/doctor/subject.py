@@ -14,7 +14,7 @@ from ds4flow.doctor.report import Drafter, Fit, Layout, Problem, Role
 from ds4flow.errors import ModelFileError
 from ds4flow.gguf import GgufFile
 from ds4flow.model.config import ARCHITECTURE, SUPPORT_ARCHITECTURE, ModelConfig
-from ds4flow.model.weights import find_mtp_layout
+from ds4flow.model.mtp_weights import find_mtp_layout
 from ds4flow.tokenizer import Tokenizer
 
 DSPARK = re.compile(r"mtp\.0\.main_proj\.|mtp\.[12]\.|dspark\.|.*markov_head")

@@ -21,11 +21,12 @@ from ds4flow.model.config import ModelConfig
 from ds4flow.model.head import head_logits
 from ds4flow.model.layer import layer_forward, layer_matrices
 from ds4flow.model.mtp import MtpBlock
+from ds4flow.model.mtp_weights import load_mtp
 from ds4flow.model.profile import Profile, find_profile
 from ds4flow.model.rope import Rope
 from ds4flow.model.shard import Shard
 from ds4flow.model.transfer import on_device, report_progress
-from ds4flow.model.weights import MtpWeights, TrunkWeights, load_mtp, load_trunk
+from ds4flow.model.weights import MtpWeights, TrunkWeights, load_trunk
 from ds4flow.parallel import Group
 from ds4flow.quants import QTensor
 from ds4flow.traffic import weight_traffic

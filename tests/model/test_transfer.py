@@ -13,9 +13,10 @@ from ds4flow.errors import Ds4FlowError
 from ds4flow.gguf import GgufFile
 from ds4flow.model import trunk
 from ds4flow.model.config import ModelConfig
+from ds4flow.model.mtp_weights import load_mtp
 from ds4flow.model.transfer import on_device, report_progress
 from ds4flow.model.trunk import Model
-from ds4flow.model.weights import load_mtp, load_trunk
+from ds4flow.model.weights import load_trunk
 from ds4flow.quants import QTensor
 
 

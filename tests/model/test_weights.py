@@ -14,14 +14,9 @@ import torch
 from ds4flow.errors import ModelFileError, TruncatedFileError
 from ds4flow.gguf import GgufFile
 from ds4flow.model.config import ModelConfig
+from ds4flow.model.mtp_weights import find_mtp_layout, load_mtp
 from ds4flow.model.slots import layer_slots, trunk_slots
-from ds4flow.model.weights import (
-    MtpWeights,
-    TrunkWeights,
-    find_mtp_layout,
-    load_mtp,
-    load_trunk,
-)
+from ds4flow.model.weights import MtpWeights, TrunkWeights, load_trunk
 from ds4flow.quants import QTensor
 from tests.gguf_files import Raw, bfloat16, contents, split, tensor, write
 
