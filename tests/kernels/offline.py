@@ -1,9 +1,9 @@
 """Compiles every kernel launch of a step of DeepSeek-V4-Flash for a GPU that is not there.
 
-Run as a script in its own process: `offline.py ARCH [NAME[:MOST] ...]`. The model has the published
-dimensions and lies on torch's `meta` device; launches are compiled instead of run, with the
-arguments, constants and options that a GPU would get. Prints one line per kernel and a JSON summary
-last.
+Run as a script in its own process: `offline.py ARCH [NAME[:MOST] ...]`, with ARCH as 90 (CUDA) or
+gfx942 (ROCm). The model has the published dimensions and lies on torch's `meta` device; launches
+are compiled instead of run, with the arguments, constants and options that a GPU would get. Prints
+one line per kernel and a JSON summary last.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from ds4flow.quants import QTensor
 from ds4flow.synth.presets import FLASH
 from ds4flow.synth.rehearsal import Synthesis, shortened
 
-SHARED_LIMIT = 232448  # bytes that one block may use on sm_90
-MATRIX_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
+SHARED_LIMIT = {"cuda": 232448, "hip": 65536}  # bytes that one block may use: sm_90, gfx942
+MATRIX_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma", "v_mfma")
+ASSEMBLY = {"cuda": ("ptx", "cubin"), "hip": ("amdgcn", "hsaco")}
 TYPES = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
@@ -46,8 +47,9 @@ TYPES = {
 class Compiler:
     """A launcher that compiles each distinct launch once."""
 
-    def __init__(self, arch: int, wanted: list[str]) -> None:
-        self.target = GPUTarget("cuda", arch, 32)
+    def __init__(self, arch: str, wanted: list[str]) -> None:
+        rocm = arch.startswith("gfx")
+        self.target = GPUTarget("hip", arch, 64) if rocm else GPUTarget("cuda", int(arch), 32)
         parts = [item.partition(":") for item in wanted]
         self.wanted = {name: int(count or 1000) for name, _, count in parts}
         self.results: dict[str, dict[str, Any]] = {}
@@ -104,14 +106,15 @@ class Compiler:
         except Exception:  # go on, so that one run shows all failures
             self.failures.append(f"{label}\n{traceback.format_exc()}")
             return
+        text, binary = (built.asm[name] for name in ASSEMBLY[self.target.backend])
         self.results[label] = {
             "kernel": name,
             "shared": built.metadata.shared,
-            "mma": sum(built.asm["ptx"].count(op) for op in MATRIX_INSTRUCTIONS),
-            "cubin": len(built.asm["cubin"]),
+            "mma": sum(text.count(op) for op in MATRIX_INSTRUCTIONS),
+            "binary": len(binary),
             "constants": {k: v for k, v in constants.items() if isinstance(v, int | str)},
         }
-        if built.metadata.shared > SHARED_LIMIT:
+        if built.metadata.shared > SHARED_LIMIT[self.target.backend]:
             self.failures.append(f"{label}\n{built.metadata.shared} bytes of shared memory")
         print(name, self.results[label], flush=True)
 
@@ -161,7 +164,9 @@ def products(compiler: Compiler) -> None:
 
 def main() -> None:
     """Compile for the architecture on the command line, all kernels or those named."""
-    compiler = Compiler(int(sys.argv[1]), sys.argv[2:])
+    compiler = Compiler(sys.argv[1], sys.argv[2:])
+    if compiler.target.backend == "hip":
+        torch.version.hip = "of the test"  # what the kernels ask for the products they may use
     step(compiler, "q2", "official", 3)
     step(compiler, "q4", "plain", 1)
     step(compiler, "mxfp4", "plain", 1)
