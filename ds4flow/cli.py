@@ -80,13 +80,17 @@ def run(overrides: tuple[str, ...], short_m: str | None, **options: Any) -> None
             words = ([short_m] if short_m else []) + words
     multirun = multirun or any(word.lower() == "hydra.mode=multirun" for word in words)
 
+    showing = _showing(options)
+    if not showing:
+        from ds4flow import preload
+
+        preload.begin()
     from ds4flow import env
     from ds4flow.config import asks_for_sweep, validate_all
     from ds4flow.execute import hand_over, new_directory, run_composed
     from ds4flow.overrides import assemble
 
     flags, config_dir = given_flags(FLAGS, options, words), options["config_dir"]
-    showing = _showing(options)
     if options["resume"]:
         if showing:
             raise click.UsageError("--resume goes without --cfg and --info")

@@ -58,6 +58,7 @@ FLOORS = (
         "cli",
         "completion",
         "flags",
+        "preload",
         "followers",
         "execute",
         "replay",

@@ -28,6 +28,7 @@ UNNEEDED = (
 CODE = """
 import io, json, sys
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from ds4flow import preload
 from ds4flow.cli import main
 
 composed, at_first_text = [], []
@@ -47,9 +48,15 @@ ConfigLoaderImpl.load_configuration = counted
 main(["run", "--cfg", "job"], standalone_mode=False)
 shown = [name for name in ("torch", "numba", "tokenizers") if name in sys.modules]
 composed.clear()
+loading = preload.begin()
+if loading is not None:
+    loading.join()
+shown += ["torch"] if "torch" in sys.modules else []
+mapped = loading is None or "libtorch_cpu" in open("/proc/self/maps").read()
 output, sys.stdout = sys.stdout, io.TextIOWrapper(Output())
 main(["run", "-n", "2"], standalone_mode=False)
-print(json.dumps({"shown": shown, "composed": composed, "modules": at_first_text}), file=output)
+found = {"shown": shown, "mapped": mapped, "composed": composed, "modules": at_first_text}
+print(json.dumps(found), file=output)
 """
 
 
@@ -59,6 +66,7 @@ def test_a_run_composes_once_and_imports_what_it_needs() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["shown"] == []
+    assert found["mapped"]
     assert found["composed"] == [False]  # once, before torch is imported
     modules = set(found["modules"])
     assert {"torch", "ds4flow.kernels.cpu.linking"} <= modules
