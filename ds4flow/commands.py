@@ -186,7 +186,8 @@ def bench(**options: Any) -> None:
 
     What is compared is interleaved in one run; medians and spread are shown.
     """
-    from ds4flow.bench.command import BenchOptions, bench_command
+    from ds4flow.bench.command import bench_command
+    from ds4flow.bench.plan import BenchOptions
     from ds4flow.bench.settings import Settings
 
     names = ("repeats", "warmup", "tokens", "chunk", "fill_cap", "seed", "clock")

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds4flow.bench.command import BenchOptions, bench_command
+from ds4flow.bench.command import bench_command
 from ds4flow.bench.graph import measure_graph
 from ds4flow.bench.output import tables
+from ds4flow.bench.plan import BenchOptions
 from ds4flow.bench.results import Report
 from ds4flow.bench.settings import Settings
 from ds4flow.device import DeviceChoice

@@ -11,12 +11,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from ds4flow.bench.command import BenchOptions, bench_command, numbers
+from ds4flow.bench.command import bench_command
 from ds4flow.bench.decoding import GREEDY, Arm, measure_decoding
 from ds4flow.bench.engine import Engine
 from ds4flow.bench.machine import StartTimes, measure_start, peak_memory, read_bandwidth
 from ds4flow.bench.output import csv_text, json_text, show, write_text
 from ds4flow.bench.passes import measure_contexts, measure_matmuls, measure_widths
+from ds4flow.bench.plan import BenchOptions, numbers
 from ds4flow.bench.results import MachineResult, PeerResult, Report, Row, StartResult
 from ds4flow.bench.samples import Samples
 from ds4flow.bench.settings import Settings, random_tokens
