@@ -62,6 +62,7 @@ FLOORS = (
         "followers",
         "execute",
         "replay",
+        "replay_plan",
         "whatif",
         "recorded",
         "prompt_run",

@@ -12,7 +12,8 @@ import pytest
 from click.testing import Result
 
 from ds4flow.errors import UsageError
-from ds4flow.replay import Plan, compared, make_plan
+from ds4flow.replay import compared
+from ds4flow.replay_plan import Plan, make_plan
 from ds4flow.runs.record import Run, find_parts
 from tests import command
 
