@@ -9,7 +9,8 @@ from typing import Any
 from ds4flow.metrics import DEFINITIONS
 from ds4flow.report.prompt_set import identity_of, number
 from ds4flow.report.render import command_line, config_rows, drawn, flat_facts, plain, render
-from ds4flow.report.sweep_figures import DEPTH, SUBJECT, Done, done_jobs, sweep_figures, tried
+from ds4flow.report.sweep_figures import sweep_figures
+from ds4flow.report.sweep_grid import DEPTH, SUBJECT, Done, done_jobs, tried
 from ds4flow.runs.compare import other_conditions
 from ds4flow.runs.record import ROOT, label
 from ds4flow.runs.sweep import Job, Sweep

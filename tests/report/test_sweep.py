@@ -11,7 +11,8 @@ import pytest
 
 from ds4flow.report.command import report_command
 from ds4flow.report.figure import Chart, Heatmap
-from ds4flow.report.sweep_figures import Grid, sweep_figures, value_order
+from ds4flow.report.sweep_figures import sweep_figures
+from ds4flow.report.sweep_grid import Grid, value_order
 from ds4flow.report.sweep_page import sweep_page
 from ds4flow.runs.sweep import Sweep
 from tests.report.reading import Page, assert_alone
