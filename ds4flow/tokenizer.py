@@ -1,4 +1,4 @@
-"""Text to token ids and back: ids equal the model's own tokenizer, streamed text is never broken.
+"""Text to token ids and back: ids equal the model's own tokenizer.
 
 The vocabulary comes from the GGUF metadata of the model file. Text is never searched for special
 tokens unless the caller asks for it, so what a user types cannot open a turn or end one.
@@ -7,11 +7,9 @@ tokens unless the caller asks for it, so what a user types cannot open a turn or
 # ruff: noqa: RUF001 - the markers are spelt with U+FF5C
 from __future__ import annotations
 
-import codecs
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Final, TypeVar
@@ -180,7 +178,12 @@ class Tokenizer:
 
         specials: write special tokens as their strings; otherwise they are left out.
         """
-        return b"".join(self._shown(ids, specials=specials)).decode(errors="replace")
+        return self.shown_bytes(ids, specials=specials).decode(errors="replace")
+
+    def shown_bytes(self, ids: Iterable[int], *, specials: bool = False) -> bytes:
+        """The bytes of all ids, which may end inside a character; specials: as in `decode`."""
+        shown = (id for id in ids if specials or id not in self._special_ids)
+        return b"".join(map(self.token_bytes, shown))
 
     def token_bytes(self, id: int) -> bytes:
         """Return the bytes one token stands for (a special token: its string in UTF-8)."""
@@ -215,9 +218,6 @@ class Tokenizer:
         if not 0 <= id < self.vocab_size:
             raise ValueError(f"token id {id} is outside the vocabulary of {self.vocab_size}")
         return self._tokens[id]
-
-    def _shown(self, ids: Iterable[int], *, specials: bool) -> Iterable[bytes]:
-        return (self.token_bytes(i) for i in ids if specials or i not in self._special_ids)
 
     def _encode_span(self, text: str) -> list[int]:
         if len(text) > _LONGEST_SPACE:
@@ -316,91 +316,3 @@ def _values(metadata: Mapping[str, object], key: str, kind: type[T]) -> list[T]:
             "the model file is inconsistent; convert or download it again",
         )
     return values
-
-
-class TextStream:
-    """Incremental decoder: the pieces joined equal `Tokenizer.decode` of all ids.
-
-    Only complete characters are returned; bytes of an unfinished character wait for the next call.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, *, specials: bool = False) -> None:
-        """specials: as in `Tokenizer.decode`."""
-        self._tokenizer = tokenizer
-        self._specials = specials
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, ids: Sequence[int]) -> str:
-        """Take the next ids and return the text that they complete (may be empty)."""
-        return self._decoder.decode(b"".join(self._tokenizer._shown(ids, specials=self._specials)))
-
-    def finish(self) -> str:
-        """Return what is left: empty, or U+FFFD when the text ends inside a character."""
-        return self._decoder.decode(b"", final=True)
-
-
-@dataclass(frozen=True)
-class StopMatch:
-    """Where a stop string was found: `stop` itself, the number of characters of text before it,
-    and the number of pieces (tokens) up to and including the one that completes it.
-    """
-
-    stop: str
-    characters: int
-    tokens: int
-
-
-class StopStrings:
-    """Finds stop strings in streamed text and never lets any part of one through.
-
-    The match is the one that is complete first (the longest, if several are complete at the same
-    character), so it does not depend on how the text is cut into pieces.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        """UsageError for an empty stop string, which would match everywhere."""
-        if "" in stops:
-            raise UsageError(
-                "a stop string is empty", "give stop strings of one or more characters"
-            )
-        self._stops = tuple(stops)
-        self._longest = max(map(len, stops), default=0)
-        self._held = ""
-        self._released = 0
-        self._tokens = 0
-        self.match: StopMatch | None = None
-
-    def push(self, piece: str) -> str:
-        """Take the text of ONE token (may be empty) and return the text that is safe to show.
-
-        After a match every further piece is ignored and not counted.
-        """
-        if self.match is not None:
-            return ""
-        self._tokens += 1
-        text = self._held + piece
-        found = [(text.find(s) + len(s), -len(s), s) for s in self._stops if s in text]
-        if found:
-            end, _, stop = min(found)
-            keep = end - len(stop)
-            self.match = StopMatch(stop, self._released + keep, self._tokens)
-            self._held = ""
-        else:
-            keep = len(text) - self._overlap(text)
-            self._held = text[keep:]
-        self._released += keep
-        return text[:keep]
-
-    def finish(self) -> str:
-        """Return the text still held back; it did not become a stop string."""
-        held, self._held = self._held, ""
-        self._released += len(held)
-        return held
-
-    def _overlap(self, text: str) -> int:
-        """Length of the longest end of `text` that is the beginning of a stop string."""
-        for size in range(min(self._longest - 1, len(text)), 0, -1):
-            tail = text[-size:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return size
-        return 0

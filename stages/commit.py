@@ -13,7 +13,7 @@ from ds4flow.errors import UsageError
 from ds4flow.pipeline import Stage, State
 from ds4flow.speculate import argmax
 from ds4flow.stale import Fresh
-from ds4flow.tokenizer import StopStrings, TextStream
+from ds4flow.text_stream import StopStrings, TextStream
 
 
 @dataclass

@@ -24,6 +24,7 @@ FLOORS = (
         "quants",
         "ranks",
         "tokenizer",
+        "text_stream",
         "chat",
     },
     {

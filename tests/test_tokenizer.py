@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds4flow.errors import ModelFileError, UsageError
+from ds4flow.text_stream import StopMatch, StopStrings, TextStream
 from ds4flow.tokenizer import (
     ASSISTANT,
     BOS,
@@ -22,9 +23,6 @@ from ds4flow.tokenizer import (
     EOS,
     THINK,
     USER,
-    StopMatch,
-    StopStrings,
-    TextStream,
     Tokenizer,
 )
 
