@@ -247,8 +247,8 @@ class Alone:
 
 def test_the_parts_of_two_processes_are_those_of_one():
     """Bits of the query rows, of the attended heads' projection and of each expert."""
-    config = replace(SMALL, heads=4, groups=2, experts=6)
-    layer = Synthesis(config, "q2", CPU, 6).layer(2, 0, hashed=False)
+    config = replace(SMALL, heads=4, groups=2, experts=6, expert_dim=32)
+    layer = Synthesis(config, "q8", CPU, 6).layer(2, 0, hashed=False)
     trunk = Synthesis(config, "q8", CPU, 7)
     rope = Rope(config, compressed=False, exact=False)
     x, heads = random(3, config.dim, seed=8), random(3, config.heads, config.head_dim, seed=9)
@@ -344,7 +344,7 @@ def test_a_whole_layer(ratio, profile):
 
 
 def test_the_capacity_of_the_cache_changes_no_bit_and_costs_no_read():
-    """A layer that selects, in a cache for 280 tokens and in one for 1400 whose rows beyond the
+    """A layer that selects, in a cache for 280 tokens and in one for 800 whose rows beyond the
     text hold NaN, where a read would show."""
     kernels, reference = PAIRS["official"]
     if interpreting():
@@ -353,7 +353,7 @@ def test_the_capacity_of_the_cache_changes_no_bit_and_costs_no_read():
     layer = Synthesis(TINY, "q8", CPU, 12).layer(2, 4, hashed=False)
     rope = Rope(TINY, compressed=True, exact=False)
     streams, found = random(3, 2, TINY.dim, seed=13), []
-    for context in (280, 1400):
+    for context in (280, 800):
         rows = KVCache(config, context=context, draft_max=15, chunk=16).layers[0]
         for at in range(62, 126, 16):
             layer_forward(
