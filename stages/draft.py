@@ -183,6 +183,45 @@ class MtpDrafter(Drafter):
             self._draft(state, depth, self._refresh(state))
 
     def _draft(self, state: State, depth: int, stale: Fresh | None) -> None:
+        if state.sampling is None and self._at_once():
+            self._chain(state, depth, stale)
+        else:
+            self._one_by_one(state, depth, stale)
+
+    def _at_once(self) -> bool:
+        """Whether what is proposed can be told before the steps are made."""
+        return True
+
+    def _forced(self, position: int, depth: int) -> list[int] | None:
+        """The drafts for `position ..` where they are not the block's own choices."""
+        return None
+
+    def _chain(self, state: State, depth: int, stale: Fresh | None) -> None:
+        block, at = state.model.mtp, state.cache.length
+        assert block is not None
+        end = None if self.ignore_eos else state.tokenizer.eos
+        made = block.chain(
+            state.hidden,
+            state.next_token,
+            at,
+            state.cache,
+            stale,
+            count=depth,
+            gate=self.gate,
+            end=end,
+            forced=self._forced(at + 1, depth),
+        )
+        count = self.written = self.steps = len(made.tokens)
+        state.draft_end = "depth"
+        # The row before an end of text already tells it; verifying it would gain nothing.
+        if made.tokens[-1] == end:
+            state.draft_end, count = "eos", count - 1
+        elif made.gaps[-1] < self.gate:
+            state.draft_end, count = "gate", count - 1
+        state.drafts = tuple(map(Draft, made.tokens[:count], made.gaps[:count]))
+        state.draft_logits = made.logits[:count].unbind()
+
+    def _one_by_one(self, state: State, depth: int, stale: Fresh | None) -> None:
         block, cache = state.model.mtp, state.cache
         assert block is not None
         streams, token = state.hidden, state.next_token
@@ -319,6 +358,13 @@ class OracleDrafter(MtpDrafter):
         super().propose(state, depth)
         if not depth and state.draft_end == "off":
             state.draft_end = "recording"
+
+    def _at_once(self) -> bool:
+        return self.gate <= 0.0  # else how far a chain goes is known only step by step
+
+    def _forced(self, position: int, depth: int) -> list[int]:
+        assert self.oracle is not None
+        return [self.oracle.propose(place) for place in range(position, position + depth)]
 
     def _choose(
         self, state: State, logits: torch.Tensor, position: int, drawn: list[np.ndarray]

@@ -29,8 +29,7 @@ class Verify(Stage):
         drafts = [] if self.probe else [draft.token for draft in state.drafts]
         state.rows = (state.next_token, *drafts)
         try:
-            state.streams = state.model.forward(state.rows, state.cache)
-            state.logits = state.model.logits(state.streams)
+            state.streams, state.logits = state.model.decide(state.rows, state.cache)
         except NumericsError as error:
             raise _placed(error, state) from None
         if state.sampling is not None:

@@ -23,7 +23,7 @@ from ds4flow.stages.prefill import Prefill
 from ds4flow.stages.verify import Verify
 
 from ds4flow.model.head import check_logits
-from ds4flow.model.mtp import Pairs
+from ds4flow.model.mtp import Pairs, step_by_step
 from ds4flow.pipeline import Pipeline, Stage, State
 from ds4flow.rundir import RunDir
 from ds4flow.speculate import Draft
@@ -156,6 +156,7 @@ class FakeMtp:
         return logits, self.model.streams_of([context])[0]
 
     own_rows: frozenset[int] | range = frozenset()
+    chain = step_by_step
 
 
 @dataclass(eq=False)  # what was learned of a model goes with the object
@@ -188,6 +189,10 @@ class FakeModel:
 
     def weight_bytes(self, rows: int) -> float:
         return 90.0 + 10.0 * rows
+
+    def decide(self, tokens: Sequence[int], cache: FakeCache) -> tuple[torch.Tensor, torch.Tensor]:
+        streams = self.forward(tokens, cache)
+        return streams, self.logits(streams)
 
     def logits(self, streams: torch.Tensor) -> torch.Tensor:
         rows = torch.zeros(len(streams), VOCAB)

@@ -5,7 +5,6 @@ Both pay for every draft step; they differ in which token they propose.
 
 from __future__ import annotations
 
-import sys
 from typing import Protocol
 
 import torch
@@ -13,7 +12,6 @@ import torch
 from ds4flow.cache import KVCache
 from ds4flow.model.mtp import MtpBlock, Pairs
 from ds4flow.oracle import Oracle
-from ds4flow.ranks import ranks
 
 
 class Drafter(Protocol):
@@ -56,24 +54,17 @@ class OwnDrafter:
         cache: KVCache,
         stale: Pairs | None = None,
     ) -> list[int]:
-        """`depth` drafts, fewer where `_room` ends."""
-        drafts: list[int] = []
-        streams = hidden
+        """`depth` drafts, fewer where the oracle's recording ends."""
+        forced = self._forced(cache.length + 1, depth)
+        count = depth if forced is None else len(forced)
+        if not count:
+            return []
         first = cache.length
-        for position in range(first, first + min(depth, self._room(first + 1))):
-            logits, streams = block.step(streams, token, position, cache, stale)
-            stale = None
-            token = self._choose(ranks(logits).choices[0], position + 1)
-            drafts.append(token)
-        return drafts
+        return block.chain(hidden, token, first, cache, stale, count=count, forced=forced).tokens
 
-    def _room(self, position: int) -> int:
-        """How many drafts there may be from `position` on, where a new chain starts."""
-        return sys.maxsize
-
-    def _choose(self, best: int, position: int) -> int:
-        """The draft for `position`, where the block's choice is `best`."""
-        return best
+    def _forced(self, position: int, depth: int) -> list[int] | None:
+        """The drafts for `position ..` if they are not the block's own."""
+        return None
 
 
 class OracleDrafter(OwnDrafter):
@@ -88,9 +79,7 @@ class OracleDrafter(OwnDrafter):
         """Start the pattern of right and wrong anew."""
         self.oracle.begin()
 
-    def _room(self, position: int) -> int:
+    def _forced(self, position: int, depth: int) -> list[int]:
         self.oracle.chain()
-        return self.oracle.left(position)
-
-    def _choose(self, best: int, position: int) -> int:
-        return self.oracle.propose(position)
+        places = range(position, position + min(depth, self.oracle.left(position)))
+        return [self.oracle.propose(place) for place in places]

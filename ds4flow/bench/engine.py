@@ -189,7 +189,7 @@ def greedy(
     cache, token, run = start.rewind(), start.next_token, Run()
     started = clock()
     for _ in range(count):
-        logits = model.logits(model.forward([token], cache))
+        _, logits = model.decide([token], cache)
         if sink is not None:
             sink(cache.length, logits[0])
         cache.commit(1)
@@ -244,8 +244,7 @@ def speculative(
             drafts = drafter.propose(block, behind[0], token, wanted, cache, stale)
         if awake:
             drafted_at = clock()
-        streams = model.forward([token, *drafts], cache)
-        logits = model.logits(streams)
+        streams, logits = model.decide([token, *drafts], cache)
         accepted, following = agreed(logits, drafts)
         kept = (token, *drafts[:accepted])
         if sink is not None:

@@ -132,6 +132,41 @@ class Passes(Protocol):
         is one), and the first row of logits that is not finite or -1.
         """
 
+    def decide(
+        self,
+        tokens: Sequence[int],
+        weights: TrunkWeights,
+        rows: Sequence[LayerRows],
+        ropes: Sequence[Rope],
+        start: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """`trunk`, and `head` on all its rows: streams, logits, and what `head` says of them."""
+
+    def chain(
+        self,
+        embedded: torch.Tensor,
+        streams: torch.Tensor,
+        tokens: Sequence[int],
+        weights: MtpWeights,
+        embedding: QTensor,
+        output: QTensor,
+        rows: LayerRows,
+        rope: Rope,
+        start: int,
+        *,
+        count: int,
+        gate: float,
+        end: int,
+        forced: Sequence[int] | None,
+    ) -> tuple[torch.Tensor, list[int], list[float], int] | None:
+        """Up to `count` passes of the MTP block, each on the choice and streams of the one before.
+
+        The first is a `draft` whose pairs but the last are only written. Ends after a pass whose
+        gap is below `gate`, and after one that chooses `end`; goes on with the tokens `forced`
+        instead of the choices where there are any. Returns logits `[passes, V]`, choices and gaps,
+        and which pass's logits are not finite or -1; None where it takes several calls.
+        """
+
 
 class Kernels(Protocol):
     """Fused operations. `start` is the absolute position of row 0; row i lies at `start + i`.

@@ -7,6 +7,7 @@ predicts the token at q+1. Row 0 has no predecessor and gets zero streams.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -17,6 +18,7 @@ from ds4flow.model.layer import layer_forward, layer_matrices
 from ds4flow.model.rope import Rope
 from ds4flow.model.weights import MtpWeights, TrunkWeights
 from ds4flow.quants import QTensor
+from ds4flow.ranks import ranks
 from ds4flow.traffic import weight_traffic
 
 MEMO_TOKENS = 512  # tokens whose projected embedding is kept
@@ -24,6 +26,59 @@ MEMO_ROWS = 16  # a pass of more rows than this is a prompt, whose tokens are no
 
 Pairs = tuple[int, Sequence[int], torch.Tensor]
 """Position `first`, tokens at `first ..`, and the trunk's streams `[M, N, D]` of `first-1 ..`."""
+
+
+class Chain(NamedTuple):
+    """Draft steps: what each proposed, its top-2 gap, and its logits `[steps, V]`."""
+
+    tokens: list[int]
+    gaps: list[float]
+    logits: torch.Tensor
+
+
+class Steps(Protocol):
+    """What drafts one token after the other."""
+
+    def step(
+        self,
+        streams: torch.Tensor,
+        token: int,
+        position: int,
+        cache: Any,
+        stale: Pairs | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits `[V]` and streams `[N, D]`, as of `MtpBlock.step`."""
+
+
+def step_by_step(
+    block: Steps,
+    streams: torch.Tensor,
+    token: int,
+    position: int,
+    cache: Any,
+    stale: Pairs | None = None,
+    *,
+    count: int,
+    gate: float = 0.0,
+    end: int | None = None,
+    forced: Sequence[int] | None = None,
+) -> Chain:
+    """A chain (see `MtpBlock.chain`) of single steps."""
+    tokens: list[int] = []
+    gaps: list[float] = []
+    rows: list[torch.Tensor] = []
+    while len(tokens) < count:
+        at = position + len(tokens)
+        logits, streams = block.step(streams, token, at, cache, stale)
+        stale = None
+        found = ranks(logits)
+        token = found.choices[0] if forced is None else forced[len(tokens)]
+        tokens.append(token)
+        gaps.append(found.gaps[0])
+        rows.append(logits)
+        if token == end or gaps[-1] < gate:
+            break
+    return Chain(tokens, gaps, torch.stack(rows))
 
 
 class MtpBlock:
@@ -206,12 +261,7 @@ class MtpBlock:
         `stale` are pairs, at most a window of them, whose rows are to be written before: when they
         end at `position` they go through the block's projections together with the step.
         """
-        tokens, pairs, first = [token], streams, position
-        if stale is not None and stale[0] + len(stale[1]) == position:
-            first, tokens = stale[0], [*stale[1], token]
-            pairs = torch.cat((stale[2], streams[None]))
-        elif stale is not None:
-            self.warm(stale[2], stale[1], stale[0], cache)
+        first, tokens, pairs = self._joined(streams, token, position, cache, stale)
         written = len(tokens) - 1
         cache.check_room(position, 1)
         if self.kernels.passes is not None:
@@ -219,3 +269,78 @@ class MtpBlock:
         pairs = pairs if written else pairs[None]
         logits, out = self._by_operations(pairs, tokens, first, cache, written)
         return logits[0], out[0]
+
+    def _joined(
+        self,
+        streams: torch.Tensor,
+        token: int,
+        position: int,
+        cache: Cache,
+        stale: Pairs | None,
+    ) -> Pairs:
+        """The pair of a step with the stale ones that end there; others are written at once."""
+        if stale is None:
+            return position, [token], streams
+        if stale[0] + len(stale[1]) == position:
+            return stale[0], [*stale[1], token], torch.cat((stale[2], streams[None]))
+        self.warm(stale[2], stale[1], stale[0], cache)
+        return position, [token], streams
+
+    def chain(
+        self,
+        streams: torch.Tensor,
+        token: int,
+        position: int,
+        cache: Cache,
+        stale: Pairs | None = None,
+        *,
+        count: int,
+        gate: float = 0.0,
+        end: int | None = None,
+        forced: Sequence[int] | None = None,
+    ) -> Chain:
+        """Up to `count` steps, each on the token that the one before proposed.
+
+        Ends early after a step whose two largest logits lie less than `gate` apart, and after one
+        that proposes `end`. `forced` are tokens to propose instead of the block's own.
+        """
+        passes = self.kernels.passes
+        if passes is not None:
+            first, known, pairs = self._joined(streams, token, position, cache, stale)
+            cache.check_room(position + count - 1, 1)
+            made = passes.chain(
+                self._embedded(known),
+                pairs,
+                known,
+                self.weights,
+                self.embedding,
+                self.output,
+                cache.mtp,
+                self.rope,
+                first,
+                count=count,
+                gate=gate,
+                end=-1 if end is None else end,
+                forced=forced,
+            )
+            if made is not None:
+                logits, choices, chain_gaps, bad = made
+                if bad >= 0:
+                    raise not_finite(f"MTP block at position {position + bad}", 0)
+                steps = len(choices)
+                return Chain(
+                    choices if forced is None else list(forced[:steps]), chain_gaps, logits
+                )
+            stale = (first, known[:-1], pairs[:-1]) if len(known) > 1 else None
+        return step_by_step(
+            self,
+            streams,
+            token,
+            position,
+            cache,
+            stale,
+            count=count,
+            gate=gate,
+            end=end,
+            forced=forced,
+        )

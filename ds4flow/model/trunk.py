@@ -18,7 +18,7 @@ from ds4flow.kernels.interface import Cache, Kernels
 from ds4flow.kernels.reference import ReferenceKernels
 from ds4flow.kernels.sharded import sharded_kernels
 from ds4flow.model.config import ModelConfig
-from ds4flow.model.head import head_logits
+from ds4flow.model.head import head_logits, not_finite
 from ds4flow.model.layer import layer_forward, layer_matrices
 from ds4flow.model.mtp import MtpBlock
 from ds4flow.model.mtp_weights import load_mtp
@@ -70,6 +70,8 @@ BACKENDS: dict[str, Callable[..., Kernels]] = {
     "gpu": _gpu_kernels,
 }
 """Kernels by name, made from `(config, profile)`; those that can leave the CPU take `device`."""
+
+HEAD = "output head"
 
 
 class Model:
@@ -211,10 +213,22 @@ class Model:
                 )
         return streams
 
+    def decide(self, tokens: Sequence[int], cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
+        """`forward` and `logits` of all its rows, in one call where the kernels can."""
+        passes, weights, start = self.kernels.passes, self.weights, cache.length
+        if passes is None:
+            streams = self.forward(tokens, cache)
+            return streams, self.logits(streams)
+        cache.check_room(start, len(tokens))
+        streams, logits, bad = passes.decide(tokens, weights, cache.layers, self._ropes, start)
+        if bad >= 0:
+            raise not_finite(HEAD, bad)
+        return streams, logits
+
     def logits(self, streams: torch.Tensor) -> torch.Tensor:
         """Logits `[M, V]` of streams `[M, N, D]`; NumericsError when one is not finite."""
         weights = self.weights
-        return head_logits(self.kernels, streams, weights.head, weights.output, "output head")
+        return head_logits(self.kernels, streams, weights.head, weights.output, HEAD)
 
 
 def _check_room(matrices: Sequence[QTensor], embed: QTensor, beside: int, free: int | None) -> None:

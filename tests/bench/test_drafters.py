@@ -8,6 +8,7 @@ from ds4flow.bench.engine import Engine, greedy, prepare, same_bits, speculative
 from ds4flow.bench.settings import random_tokens
 from ds4flow.depth import DepthPolicy
 from ds4flow.errors import UsageError
+from ds4flow.model.mtp import step_by_step
 from ds4flow.oracle import Oracle
 
 COUNT = 22
@@ -29,6 +30,8 @@ class CountingBlock:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.fed.append((token, position))
         return torch.arange(10.0), streams
+
+    chain = step_by_step
 
 
 class Cursor:

@@ -22,6 +22,7 @@ from ds4flow.stages.verify import Verify
 from ds4flow import sampling as s
 from ds4flow.config import compose
 from ds4flow.errors import UsageError
+from ds4flow.model.mtp import step_by_step
 from ds4flow.overrides import quoted
 from ds4flow.pipeline import Stage, State
 from ds4flow.rundir import RunDir
@@ -212,6 +213,12 @@ class Table:
         self, streams: torch.Tensor, token: int, position: int, cache: Any, stale: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.block[token], streams
+
+    chain = step_by_step
+
+    def decide(self, tokens: Sequence[int], cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        streams = self.forward(tokens, cache)
+        return streams, self.logits(streams)
 
 
 class Cursor:

@@ -54,6 +54,8 @@ OPERATIONS: tuple[Callable[..., int], ...] = (
     passes.trunk,
     passes.head,
     passes.draft,
+    passes.decide,
+    passes.chain,
 )
 ONE = struct.Struct("q")
 NOTHING = (0,) * 8  # the arguments of a kernel after the context

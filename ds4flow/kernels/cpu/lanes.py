@@ -126,6 +126,12 @@ def getf(b: Any, address: Any) -> Any:
     return emit.load(b, address, emit.F32)
 
 
+@_intrinsic(DOUBLE, INT)
+def getd(b: Any, address: Any) -> Any:
+    """The float64 at an address."""
+    return emit.load(b, address, emit.F64)
+
+
 @_intrinsic(types.void, INT, FLOAT)
 def putf(b: Any, address: Any, value: Any) -> None:
     """Write a float32."""

@@ -150,17 +150,31 @@ MOE_SIZE = 88
 ) = _fields(10)
 LAYER_SIZE = 80
 
-# the trunk: how rows of the embedding are looked up, where they lie, the layers
-TRUNK_LOOKUP, TRUNK_ROWS, TRUNK_STRIDE, TRUNK_LAYERS, TRUNK_COUNT = _fields(5)
-TRUNK_SIZE = 40
+# the trunk: how rows of the embedding are looked up, where they lie, the layers, the head
+(
+    TRUNK_LOOKUP,
+    TRUNK_ROWS,
+    TRUNK_STRIDE,
+    TRUNK_LAYERS,
+    TRUNK_COUNT,
+    TRUNK_HYPER,
+    TRUNK_OUTPUT,
+) = _fields(7)
+TRUNK_SIZE = 56
 
-# a pass of the MTP block: its weights, then what changes from pass to pass
+# a pass of the MTP block: its weights; how a token becomes its part of the input (embedding as of
+# the trunk); what changes from pass to pass; and what a chain of passes needs beside
 (
     DRAFT_NORM,
     DRAFT_PROJECTION,
     DRAFT_HYPER,
     DRAFT_OUTPUT,
     DRAFT_LAYER,
+    DRAFT_LOOKUP,
+    DRAFT_EMBEDDING,
+    DRAFT_STRIDE,
+    DRAFT_TOKEN_NORM,
+    DRAFT_TOKEN_PROJECTION,
     DRAFT_TOKENS,  # the tokens' part of the input, [rows, dim]
     DRAFT_STREAMS,
     DRAFT_IDS,
@@ -171,5 +185,12 @@ TRUNK_SIZE = 40
     DRAFT_LOGITS,
     DRAFT_ROOM,
     DRAFT_RESULTS,
-) = _fields(15)
-DRAFT_SIZE = 120
+    DRAFT_COUNT,  # most passes
+    DRAFT_GATE,  # gap of the two largest logits below which the chain ends (float64)
+    DRAFT_END,  # the token that ends it
+    DRAFT_FORCED,  # tokens to go on with in place of the block's own choices, or 0
+    DRAFT_SPARE,  # room for a row [dim]
+    DRAFT_MADE,  # passes that were made
+) = _fields(26)
+DRAFT_SIZE = 208
+CHAIN_RESULTS = 192  # bytes between the results of two passes

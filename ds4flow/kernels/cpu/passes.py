@@ -13,14 +13,17 @@ from ds4flow.kernels.cpu.lanes import (
     copy,
     fma,
     get,
+    getd,
     getf,
     invoke,
     lanes,
+    put,
     put_lanes,
     spread,
     total,
 )
 from ds4flow.kernels.cpu.layout import (
+    CHAIN_RESULTS,
     CONTEXT_ARENA,
     CONTEXT_DIM,
     CONTEXT_EPS,
@@ -29,11 +32,18 @@ from ds4flow.kernels.cpu.layout import (
     CONTEXT_KV_ROWS,
     CONTEXT_STACK,
     CONTEXT_TABLES,
+    DRAFT_COUNT,
+    DRAFT_EMBEDDING,
+    DRAFT_END,
     DRAFT_FIRST,
+    DRAFT_FORCED,
+    DRAFT_GATE,
     DRAFT_HYPER,
     DRAFT_IDS,
     DRAFT_LAYER,
     DRAFT_LOGITS,
+    DRAFT_LOOKUP,
+    DRAFT_MADE,
     DRAFT_NORM,
     DRAFT_OUT,
     DRAFT_OUTPUT,
@@ -41,7 +51,11 @@ from ds4flow.kernels.cpu.layout import (
     DRAFT_RESULTS,
     DRAFT_ROOM,
     DRAFT_ROWS,
+    DRAFT_SPARE,
     DRAFT_STREAMS,
+    DRAFT_STRIDE,
+    DRAFT_TOKEN_NORM,
+    DRAFT_TOKEN_PROJECTION,
     DRAFT_TOKENS,
     DRAFT_WRITTEN,
     LAYER_ATTENTION,
@@ -52,8 +66,10 @@ from ds4flow.kernels.cpu.layout import (
     ROWS_SLOTS,
     ROWS_WINDOW,
     TRUNK_COUNT,
+    TRUNK_HYPER,
     TRUNK_LAYERS,
     TRUNK_LOOKUP,
+    TRUNK_OUTPUT,
     TRUNK_ROWS,
     TRUNK_STRIDE,
 )
@@ -68,6 +84,11 @@ def trunk(
     context: int, model: int, ids: int, m: int, start: int, y: int, room: int, a: int, b: int
 ) -> int:
     """Streams `y [m, 4, dim]` of the tokens with the numbers `ids`; the result is `stack`'s."""
+    return _trunk(context, model, ids, m, start, y, room)
+
+
+@helper
+def _trunk(context: int, model: int, ids: int, m: int, start: int, y: int, room: int) -> int:
     size = 4 * get(context + CONTEXT_DIM)
     rows, stride = get(model + TRUNK_ROWS), get(model + TRUNK_STRIDE)
     tables = get(context + CONTEXT_TABLES)
@@ -77,6 +98,25 @@ def trunk(
             copy(y + size * (STREAMS * i + s), room + size * i, size)
     layers, count = get(model + TRUNK_LAYERS), get(model + TRUNK_COUNT)
     return invoke(get(context + CONTEXT_STACK), (context, layers, count, y, m, start, ids, room, 0))
+
+
+def decide(
+    context: int,
+    model: int,
+    ids: int,
+    m: int,
+    start: int,
+    y: int,
+    logits: int,
+    room: int,
+    results: int,
+) -> int:
+    """`trunk`, then the trunk's `head` on all rows, whose failures are negative."""
+    bad = _trunk(context, model, ids, m, start, y, room)
+    if bad:
+        return bad
+    hyper, matrix = get(model + TRUNK_HYPER), get(model + TRUNK_OUTPUT)
+    return -_head(context, hyper, matrix, y, m, logits, room, results)
 
 
 def head(
@@ -143,6 +183,11 @@ def draft(context: int, draft: int, a: int, b: int, c: int, d: int, e: int, f: i
     Of the first `written` pairs only the window rows are made; the others' streams and logits
     follow, if there are others. The result is `stack`'s, negative if it is `head`'s.
     """
+    return _draft(context, draft)
+
+
+@helper
+def _draft(context: int, draft: int) -> int:
     size = 4 * get(context + CONTEXT_DIM)
     m, written, first = (
         get(draft + DRAFT_ROWS),
@@ -176,3 +221,50 @@ def draft(context: int, draft: int, a: int, b: int, c: int, d: int, e: int, f: i
     hyper, matrix = get(draft + DRAFT_HYPER), get(draft + DRAFT_OUTPUT)
     results = get(draft + DRAFT_RESULTS)
     return -_head(context, hyper, matrix, y, rest, get(draft + DRAFT_LOGITS), room, results)
+
+
+def chain(context: int, draft: int, a: int, b: int, c: int, d: int, e: int, f: int, g: int) -> int:
+    """Passes of the MTP block, each on what the one before proposed and on its streams.
+
+    Ends after `count` passes, after one whose two largest logits are less than the gate apart, and
+    after one that proposes the end. The result is that of the last `draft`.
+    """
+    size, made = 4 * get(context + CONTEXT_DIM), 0
+    vocab = get(get(draft + DRAFT_OUTPUT) + MATRIX_ROWS)
+    forced = get(draft + DRAFT_FORCED)
+    while True:
+        bad = _draft(context, draft)
+        made += 1
+        put(draft + DRAFT_MADE, made)
+        results = get(draft + DRAFT_RESULTS)
+        token = get(results)
+        gap = np.float64(getf(results + 8)) - np.float64(getf(results + 12))
+        if forced:
+            token = get(forced + 8 * (made - 1))
+        last = made == get(draft + DRAFT_COUNT) or token == get(draft + DRAFT_END)
+        if bad or last or gap < getd(draft + DRAFT_GATE):
+            return bad
+        put(draft + DRAFT_FIRST, get(draft + DRAFT_FIRST) + get(draft + DRAFT_ROWS))
+        put(draft + DRAFT_ROWS, 1)
+        put(draft + DRAFT_WRITTEN, 0)
+        put(draft + DRAFT_STREAMS, get(draft + DRAFT_OUT))
+        put(draft + DRAFT_OUT, get(draft + DRAFT_OUT) + STREAMS * size)
+        put(draft + DRAFT_LOGITS, get(draft + DRAFT_LOGITS) + 4 * vocab)
+        put(draft + DRAFT_RESULTS, results + CHAIN_RESULTS)
+        put(get(draft + DRAFT_IDS), token)
+        _embed(context, draft)
+
+
+@helper
+def _embed(context: int, draft: int) -> None:
+    """The part of the one token in the next input: its embedding, normed and projected."""
+    size, row = 4 * get(context + CONTEXT_DIM), get(draft + DRAFT_SPARE)
+    normed, tables = get(draft + DRAFT_ROOM), get(context + CONTEXT_TABLES)
+    rows, stride = get(draft + DRAFT_EMBEDDING), get(draft + DRAFT_STRIDE)
+    lookup, ids = get(draft + DRAFT_LOOKUP), get(draft + DRAFT_IDS)
+    invoke(lookup, (ids, 1, size // 64, rows, stride, normed, tables, 0, 0))
+    norm(normed, size // 4, getf(context + CONTEXT_EPS), get(draft + DRAFT_TOKEN_NORM), normed)
+    tasks = get(context + CONTEXT_ARENA)
+    matrix = get(draft + DRAFT_TOKEN_PROJECTION)
+    run(context, tasks, task(tasks, matrix, normed, size, 1, row, size))
+    put(draft + DRAFT_TOKENS, row)

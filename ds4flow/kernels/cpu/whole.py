@@ -23,7 +23,9 @@ from ds4flow.quants import QTensor
 from ds4flow.ranks import remember
 
 # what changes from pass to pass in the record of a draft
-_PASS = struct.Struct(f"{(layout.DRAFT_SIZE - layout.DRAFT_TOKENS) // 8}q")
+_PASS = struct.Struct(f"{(layout.DRAFT_COUNT - layout.DRAFT_TOKENS) // 8}q")
+_ONWARD = struct.Struct("qdqqq")  # what a chain needs beside
+_FOUND = struct.Struct("qff")  # results of one row
 
 
 class WholePasses:
@@ -35,8 +37,9 @@ class WholePasses:
         self._caches = caches
         self._heads: dict[int, _Head] = {}
         self._ranking = _Ranking()
-        self._trunk, self._head, self._draft = (
-            library.address(kernel) for kernel in (passes.trunk, passes.head, passes.draft)
+        whole = (passes.trunk, passes.head, passes.draft, passes.decide, passes.chain)
+        self._trunk, self._head, self._draft, self._decide, self._chain = map(
+            library.address, whole
         )
 
     def layers(
@@ -79,17 +82,16 @@ class WholePasses:
         m, c = len(tokens), self.config
         stacked = list(zip(weights.layers, rows, ropes, strict=True))
         made = self._ready(stacked, m, start)
-        if made.trunk is None:
-            if not readable(weights.embed):
-                embedded = look_up(self._context, weights.embed, tokens)
-                streams = embedded[:, None, :].expand(-1, c.streams, -1)
-                return self.layers(streams, tokens, stacked, start)
-            made.trunk = self._trunk_record(weights.embed, made, len(rows))
+        record_ = self._described(made, weights)
+        if record_ is None:
+            embedded = look_up(self._context, weights.embed, tokens)
+            streams = embedded[:, None, :].expand(-1, c.streams, -1)
+            return self.layers(streams, tokens, stacked, start)
         check_ids(tokens, weights.embed)
         out = torch.empty((m, c.streams, c.dim))
         failed = self._context.call(
             self._trunk,
-            made.trunk.address,
+            record_.address,
             self._context.numbers(tokens),
             m,
             start,
@@ -100,16 +102,61 @@ class WholePasses:
             _raise_failed(failed, [layer.index for layer in weights.layers], start)
         return out
 
-    def _trunk_record(self, embedding: QTensor, made: Stack, count: int) -> Addressed:
-        data, values = embedding.data, record(layout.TRUNK_SIZE)
+    def decide(
+        self,
+        tokens: Sequence[int],
+        weights: TrunkWeights,
+        rows: Sequence[LayerRows],
+        ropes: Sequence[Rope],
+        start: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """`trunk` and `head` in one call: streams, logits, and the row that is not finite or -1."""
+        m, c = len(tokens), self.config
+        made = self._ready(list(zip(weights.layers, rows, ropes, strict=True)), m, start)
+        record_ = self._described(made, weights)
+        if record_ is None:
+            streams = self.trunk(tokens, weights, rows, ropes, start)
+            return streams, *self.head(streams, weights.head, weights.output)
+        check_ids(tokens, weights.embed)
+        out = torch.empty((m, c.streams, c.dim))
+        logits = torch.empty((m, weights.output.shape[0]))
+        failed = self._context.call(
+            self._decide,
+            record_.address,
+            self._context.numbers(tokens),
+            m,
+            start,
+            out.data_ptr(),
+            logits.data_ptr(),
+            self._context.between,
+            self._ranking.room(m),
+        )
+        if failed > 0:
+            _raise_failed(failed, [layer.index for layer in weights.layers], start)
+        if not failed:
+            self._ranking.keep(logits, m)
+        return out, logits, -failed - 1
+
+    def _described(self, made: Stack, weights: TrunkWeights) -> Addressed | None:
+        """The record of a whole trunk, None when its embedding is not read as stored."""
+        if made.trunk is None and readable(weights.embed):
+            made.trunk = self._trunk_record(weights, made)
+        return made.trunk
+
+    def _trunk_record(self, weights: TrunkWeights, made: Stack) -> Addressed:
+        head, records, values = weights.head, self._context.records, record(layout.TRUNK_SIZE)
+        lookup, rows_, stride = _lookup(weights.embed)
         for field, value in (
-            (layout.TRUNK_LOOKUP, library.address(products.ROW_LOOKUPS[embedding.type])),
-            (layout.TRUNK_ROWS, data.data_ptr()),
-            (layout.TRUNK_STRIDE, data.stride(0) * data.element_size()),
+            (layout.TRUNK_LOOKUP, lookup),
+            (layout.TRUNK_ROWS, rows_),
+            (layout.TRUNK_STRIDE, stride),
             (layout.TRUNK_LAYERS, made.address),
-            (layout.TRUNK_COUNT, count),
+            (layout.TRUNK_COUNT, len(weights.layers)),
+            (layout.TRUNK_HYPER, records.hyper(head.hc, head.norm)),
+            (layout.TRUNK_OUTPUT, records.matrix(weights.output)),
         ):
             put(values, field, value)
+        self._context.reserve(made.rows)  # for columns that were not known before
         return Addressed(values)
 
     def head(
@@ -163,25 +210,12 @@ class WholePasses:
         """
         embedded, streams, c = embedded.contiguous(), streams.contiguous(), self.config
         m = len(tokens)
-        made = self._ready([(weights.layer, rows, rope)], c.streams * m, start)
-        if made.draft is None:
-            values = record(layout.DRAFT_SIZE)
-            head, records = weights.head, self._context.records
-            for field, value in (
-                (layout.DRAFT_NORM, records.vector(weights.hnorm)),
-                (layout.DRAFT_PROJECTION, records.matrix(weights.h_proj)),
-                (layout.DRAFT_HYPER, records.hyper(head.hc, head.norm)),
-                (layout.DRAFT_OUTPUT, records.matrix(output)),
-                (layout.DRAFT_LAYER, made.address),
-            ):
-                put(values, field, value)
-            made.draft = Addressed(values)
-            self._context.reserve(c.streams * m)  # for columns that were not known before
+        made = self._drafting(weights, output, None, rows, rope, m, start)
         vocab, rest = output.shape[0], m - written
         logits = torch.empty(vocab) if one else torch.empty((rest, vocab))
         out = torch.empty((c.streams, c.dim) if one else (rest, c.streams, c.dim))
         _PASS.pack_into(
-            made.draft.view,
+            made.view,
             layout.DRAFT_TOKENS,
             embedded.data_ptr(),
             streams.data_ptr(),
@@ -194,12 +228,113 @@ class WholePasses:
             self._context.between,
             self._ranking.room(rest),
         )
-        failed = self._context.call(self._draft, made.draft.address)
+        failed = self._context.call(self._draft, made.address)
         if failed > 0:
             _raise_failed(failed, [weights.layer.index], start + written)
         if not failed and rest:
             self._ranking.keep(logits, rest)
         return logits, out, -failed - 1
+
+    def chain(
+        self,
+        embedded: torch.Tensor,
+        streams: torch.Tensor,
+        tokens: Sequence[int],
+        weights: MtpWeights,
+        embedding: QTensor,
+        output: QTensor,
+        rows: LayerRows,
+        rope: Rope,
+        start: int,
+        *,
+        count: int,
+        gate: float,
+        end: int,
+        forced: Sequence[int] | None,
+    ) -> tuple[torch.Tensor, list[int], list[float], int] | None:
+        """Draft steps one after the other; all pairs but the last are only written.
+
+        Returns logits `[steps, V]`, the block's choices and gaps of each step, and -1, or which
+        step's logits are not finite; None when the embedding is not read as stored.
+        """
+        if not readable(embedding):
+            return None
+        embedded, streams, c = embedded.contiguous(), streams.contiguous(), self.config
+        m, vocab = len(tokens), output.shape[0]
+        made = self._drafting(weights, output, embedding, rows, rope, m, start, ahead=count)
+        logits = torch.empty((count, vocab))
+        room = torch.empty((count * c.streams + 1, c.dim))  # each step's streams, and a row
+        onward = np.array(forced if forced is not None else (), dtype=np.int64)
+        results = self._ranking.room(layout.CHAIN_RESULTS // 16 * count)
+        _PASS.pack_into(
+            made.view,
+            layout.DRAFT_TOKENS,
+            embedded.data_ptr(),
+            streams.data_ptr(),
+            self._context.numbers(tokens),
+            m,
+            m - 1,
+            start,
+            room.data_ptr(),
+            logits.data_ptr(),
+            self._context.between,
+            results,
+        )
+        _ONWARD.pack_into(
+            made.view,
+            layout.DRAFT_COUNT,
+            count,
+            gate,
+            end,
+            address(onward) if onward.size else 0,
+            room.data_ptr() + 4 * c.dim * c.streams * count,
+        )
+        failed = self._context.call(self._chain, made.address)
+        steps = int(made.record[layout.DRAFT_MADE // 8])
+        if failed > 0:
+            _raise_failed(failed, [weights.layer.index], start + m + steps - 2)
+        choices, gaps = self._ranking.chained(steps)
+        return logits[:steps], choices, gaps, steps - 1 if failed else -1
+
+    def _drafting(
+        self,
+        weights: MtpWeights,
+        output: QTensor,
+        embedding: QTensor | None,
+        rows: LayerRows,
+        rope: Rope,
+        m: int,
+        start: int,
+        *,
+        ahead: int = 0,
+    ) -> Addressed:
+        """The record of passes of the MTP block, with room for one of `m` pairs."""
+        streams, records = self.config.streams, self._context.records
+        made = self._ready([(weights.layer, rows, rope)], streams * m, start + ahead)
+        if made.draft is None:
+            head, values = weights.head, record(layout.DRAFT_SIZE)
+            for field, value in (
+                (layout.DRAFT_NORM, records.vector(weights.hnorm)),
+                (layout.DRAFT_PROJECTION, records.matrix(weights.h_proj)),
+                (layout.DRAFT_HYPER, records.hyper(head.hc, head.norm)),
+                (layout.DRAFT_OUTPUT, records.matrix(output)),
+                (layout.DRAFT_LAYER, made.address),
+            ):
+                put(values, field, value)
+            made.draft = Addressed(values)
+            self._context.reserve(streams * m)  # for columns that were not known before
+        if embedding is not None and not made.draft.record[layout.DRAFT_LOOKUP // 8]:
+            lookup, first, stride = _lookup(embedding)
+            for field, value in (
+                (layout.DRAFT_LOOKUP, lookup),
+                (layout.DRAFT_EMBEDDING, first),
+                (layout.DRAFT_STRIDE, stride),
+                (layout.DRAFT_TOKEN_NORM, records.vector(weights.enorm)),
+                (layout.DRAFT_TOKEN_PROJECTION, records.matrix(weights.e_proj)),
+            ):
+                put(made.draft.record, field, value)
+            self._context.reserve(streams * m)
+        return made.draft
 
     def _ready(self, stacked: Stacked, m: int, start: int) -> Stack:
         """Records and room for a pass of `m` rows through some layers."""
@@ -234,6 +369,13 @@ class _Head:
         self.rows = 0
 
 
+def _lookup(embedding: QTensor) -> tuple[int, int, int]:
+    """The kernel that looks up rows of an embedding, its first row's address and row stride."""
+    data = embedding.data
+    kernel = library.address(products.ROW_LOOKUPS[embedding.type])
+    return kernel, data.data_ptr(), data.stride(0) * data.element_size()
+
+
 class _Ranking:
     """Room for what the head finds of its rows, as `top_two` lays it out."""
 
@@ -257,6 +399,12 @@ class _Ranking:
             form = self._forms[m] = struct.Struct(f"{m}q{2 * m}f")
         found = form.unpack_from(self._view)
         remember(logits, found[:m], found[m:])
+
+    def chained(self, steps: int) -> tuple[list[int], list[float]]:
+        """Choices and gaps of the steps of a chain."""
+        view = self._view.cast("B")
+        found = [_FOUND.unpack_from(view, layout.CHAIN_RESULTS * i) for i in range(steps)]
+        return [best for best, _, _ in found], [top - second for _, top, second in found]
 
 
 def _raise_failed(failed: int, indices: Sequence[int], start: int) -> NoReturn:
