@@ -496,20 +496,32 @@ def test_a_golden_model_through_the_decode_graph(name, golden_dir: Path):
 
 
 @pytest.mark.skipif(interpreting(), reason="graphs are captured on a GPU only")
-@pytest.mark.parametrize("width", range(3))
-def test_a_captured_graph_does_what_its_eager_twin_does(width, golden_dir: Path) -> None:
-    """Cycles, records and cache bits, over several replays."""
+@pytest.mark.parametrize("widths", [(0,), (1,), (2,), (2, 0, 1, 2, 1, 0)], ids=str)
+def test_a_captured_graph_does_what_its_eager_twin_does(widths, golden_dir: Path) -> None:
+    """Cycles, records and cache bits, over several replays, and again over the cleared cache."""
+    model = golden_on(golden_dir, "gpu", DEVICE)
+    captured, twin = replayed(model, widths, eager=False), replayed(model, widths, eager=True)
+    assert captured[0] == "graph"
+    assert captured[1:] == twin[1:]
+    assert captured[1] == captured[2]
+
+
+def golden_on(golden_dir: Path, kernels: str, device: torch.device) -> Model:
     main = GgufFile.open(golden_dir / "tiny-q4k.gguf")
     mtp = GgufFile.open(golden_dir / "tiny-q4k.mtp-support.gguf")
-    model = Model.load(main, mtp, profile="plain", kernels="gpu", device=DEVICE)
-    prompt, results = [5, 9, 200, 31, 7], []
-    for eager in (False, True):
-        cache = KVCache(model.config, context=60, draft_max=2, device=DEVICE)
-        streams = model.forward(prompt, cache)
-        model.mtp.follow(prompt, 0, None, streams, cache)
-        cache.commit(len(prompt))
-        graph = DecodeGraph(model, cache, eager=eager)
+    return Model.load(main, mtp, profile="plain", kernels=kernels, device=device)
+
+
+def replayed(model: Model, widths: tuple[int, ...], *, eager: bool) -> tuple:
+    """Mode, and cycles with the cache's digests of the same text twice through one graph."""
+    cache = KVCache(model.config, context=60, draft_max=2, device=model.device)
+    graph, found = DecodeGraph(model, cache, eager=eager), []
+    for _ in range(2):
+        cache.clear()
+        streams = model.forward([5, 9, 200, 31, 7], cache)
+        model.mtp.follow([5, 9, 200, 31, 7], 0, None, streams, cache)
+        cache.commit(5)
         graph.start(int(model.logits(streams[-1:]).argmax()), streams[-1])
-        results.append(([graph.cycle(width) for _ in range(8)], cache.state_hash()))
-        assert graph.mode == ("eager" if eager else "graph")
-    assert results[0] == results[1]
+        cycles = [graph.cycle(widths[i % len(widths)]) for i in range(8)]
+        found.append((cycles, cache.state_hash()))
+    return graph.mode, *found
