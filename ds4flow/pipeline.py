@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from ds4flow.cache import KVCache
-    from ds4flow.chat import Message
+    from ds4flow.conversation import Message
     from ds4flow.depth import Decision
     from ds4flow.gguf import GgufFile
     from ds4flow.kept import Kept

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from ds4flow import chat, packaged
+from ds4flow import packaged
+from ds4flow.conversation import Message, Role, segments
 from ds4flow.errors import Ds4FlowError, UsageError, near_match
 
 SHIPPED = {"demo": f"{packaged.PREFIX}ds4flow.demo/prompts.jsonl"}
@@ -22,7 +23,7 @@ SHIPPED = {"demo": f"{packaged.PREFIX}ds4flow.demo/prompts.jsonl"}
 
 FIELDS = ("id", "category", "prompt", "messages", "max_tokens", "system")
 MESSAGE_FIELDS = ("role", "content", "reasoning")
-ROLES = tuple(role for role in get_args(chat.Role) if role != "tool")
+ROLES = tuple(role for role in get_args(Role) if role != "tool")
 
 _FOLDER_LENGTH = 60  # of what an id adds to the name of a folder
 
@@ -37,7 +38,7 @@ class Prompt:
     id: str
     category: str
     text: str
-    messages: tuple[chat.Message, ...] = ()
+    messages: tuple[Message, ...] = ()
     max_tokens: int | None = None
     system: str | None = None
     line: int = 0
@@ -201,7 +202,7 @@ class _Line:
         except UnicodeEncodeError:
             self.wrong(f"{name} holds half of a surrogate pair", "write the whole character")
 
-    def _messages(self, rows: Any) -> tuple[chat.Message, ...]:
+    def _messages(self, rows: Any) -> tuple[Message, ...]:
         if not isinstance(rows, list) or not rows:
             self.wrong("messages is not a list with messages", 'write [{"role": "user", ...}]')
         if self.mode == "raw":
@@ -213,12 +214,12 @@ class _Line:
         if messages[-1].role == "assistant":
             self.wrong("the last message is the assistant's", "end with a user message")
         try:
-            chat.segments(messages, mode="nothink")
+            segments(messages, mode="nothink")
         except UsageError as error:
             self.wrong(error.what, error.fix)
         return messages
 
-    def _message(self, row: Any, number: int) -> chat.Message:
+    def _message(self, row: Any, number: int) -> Message:
         if not isinstance(row, dict):
             self.wrong(f"message {number} is not an object", 'write {"role": "user", ...}')
         self._known(row, MESSAGE_FIELDS, f" in message {number} (tools are not supported)")
@@ -233,7 +234,7 @@ class _Line:
         reasoning = self._text(row, "reasoning", empty=True) if "reasoning" in row else ""
         if reasoning and role != "assistant":
             self.wrong(f"message {number}: reasoning of a {role}", "only the assistant reasons")
-        return chat.Message(role, content, reasoning)
+        return Message(role, content, reasoning)
 
 
 def _said(row: dict[str, Any], name: str) -> str:

@@ -10,19 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds4flow import chat
-from ds4flow.chat import (
-    Message,
-    Mode,
-    Segment,
-    ToolCall,
-    ToolText,
-    effort_prefix,
-    encode,
-    prompt_ids,
-    render,
-    segments,
-    split_reasoning,
-)
+from ds4flow.chat import effort_prefix, encode, prompt_ids, split_reasoning
+from ds4flow.conversation import Message, Mode, Segment, ToolCall, ToolText, render, segments
 from ds4flow.errors import UsageError
 from ds4flow.tokenizer import MARKERS, Tokenizer
 

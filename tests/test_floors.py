@@ -26,6 +26,7 @@ FLOORS = (
         "tokenizer",
         "text_stream",
         "chat",
+        "conversation",
     },
     {
         "speculate",

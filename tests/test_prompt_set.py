@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ds4flow import prompt_set
-from ds4flow.chat import Message
+from ds4flow.conversation import Message
 from ds4flow.errors import Ds4FlowError
 from ds4flow.prompt_set import Prompt, read
 from tools.demo.data import read_corpus
