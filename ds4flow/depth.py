@@ -30,7 +30,7 @@ AHEAD = 2  # draft positions beyond those looked at in this text
 WORTH = 1.02  # expected gain from which drafting is better than not
 
 # All in passes of one row:
-FIRST_PURSE = 2.0  # what may be lost to learning before anything was gained
+FIRST_PURSE = 1.5  # what may be lost to learning before anything was gained
 PURSE_SHARE = 0.004  # what a cycle adds
 PURSE_REFILL = 0.03  # what it adds beside that from the reserve
 PURSE_TEXT = 0.7  # least purse where a text begins; less after texts where few drafts were right
@@ -157,7 +157,7 @@ class DepthPolicy:
     accept: list[Looks] = field(init=False)
     cycle: int = 0
     best: int = 0
-    idle: int = 0  # cycles since the last probe
+    idle: int = PROBE_OFF  # cycles since the last probe; where a text begins, one is cheapest
     rest: int = 0  # cycles since the last draft
     unpaid: int = 0  # of these, cycles that have added nothing to the purse yet
     probe_after: int = PROBE_ON
@@ -233,7 +233,8 @@ class DepthPolicy:
             guess = looks.mean(earlier.mean(guess, GUESS_LOOKS))
             reach *= _hoped(guess, looks.count) if hope else guess
             tokens += reach
-            found.append(tokens / self.known.pace.cost(depth))
+            cost = self.known.pace.hoped(depth) if hope else self.known.pace.cost(depth)
+            found.append(tokens / cost)
         return found
 
     # --- choosing ---------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 AUTO_DEPTH_MAX = 8  # deepest drafts that mtp.draft=auto tries
 KEPT = 7  # costs of a kind that are kept
-FEW = 2  # costs of a kind before they are believed
+FEW = 2  # costs of a kind before they are believed: the first one finds cold caches
 FASTEST_OF = 3  # first costs of a kind, of which the least counts: an interruption only adds
 NEAR = 3  # cycles that lie so close together are compared
 RECENT = 7  # cycles that tell how fast the machine is now
@@ -26,6 +26,7 @@ ROW = 0.02  # of a pass of one row: what each further row costs beside its bytes
 GUESS_WEIGHT = 0.02  # of what the bytes say against what was measured
 OTHERS_WEIGHT = 3.0  # costs of one size that all other sizes count as much as
 NOTHING_IS_FREE = 0.1  # of what the bytes say is the least that anything is taken to cost
+HOPE_WEIGHT = 0.5  # costs as many as which the hope counts that the bytes are all that it takes
 BACKLOG = 1.0  # passes of one row: a refresh after a pause, before one was measured
 
 
@@ -113,12 +114,14 @@ class Curve:
     def _expected(self, size: int) -> float:
         over, under = self._guess * GUESS_WEIGHT, GUESS_WEIGHT
         for other, costs in self.measured.items():
+            if costs.count < FEW:
+                continue
             shape = self._shape(other)
             over += costs.weight * costs.value * shape
             under += costs.weight * shape**2
         value = max(over / under, NOTHING_IS_FREE * self._guess) * self._shape(size)
         own = self.measured.get(size)
-        if own is None:
+        if own is None or own.count < FEW:
             return value
         return value + (own.value - value) * own.weight / (own.weight + OTHERS_WEIGHT)
 
@@ -187,7 +190,8 @@ class Pace:
             self._learn(draft_s / unit, verify_s / unit)
             if backlog_s:
                 self.backlog.add(backlog_s / unit)
-        self._recent.append(verify_s / self._pass(width))
+        if self._count(width) > FEW or width == 1:  # what is not known tells nothing
+            self._recent.append(verify_s / self._pass(width))
 
     def _learn(self, drafting: float, passing: float) -> None:
         width, steps = self._last
@@ -227,6 +231,13 @@ class Pace:
         """
         steps = depth if steps is None else steps
         return self._pass(depth + 1) + (self.drafting.cost(steps) if steps else 0.0)
+
+    def hoped(self, depth: int) -> float:
+        """The same with the benefit of the doubt, while costs rest on little."""
+        least = self.prior.width(depth + 1) + depth * self.prior.step
+        known = sum(costs.count for costs in self.wider.measured.values())
+        sure = known / (known + HOPE_WEIGHT)
+        return min(self.cost(depth), least + sure * (self.cost(depth) - least))
 
     @property
     def backlog_cost(self) -> float:
