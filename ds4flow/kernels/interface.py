@@ -144,8 +144,8 @@ class Passes(Protocol):
 
     def chain(
         self,
-        embedded: torch.Tensor,
         streams: torch.Tensor,
+        stale: torch.Tensor | None,
         tokens: Sequence[int],
         weights: MtpWeights,
         embedding: QTensor,
@@ -161,7 +161,8 @@ class Passes(Protocol):
     ) -> tuple[torch.Tensor, list[int], list[float], int] | None:
         """Up to `count` passes of the MTP block, each on the choice and streams of the one before.
 
-        The first is a `draft` whose pairs but the last are only written. Ends after a pass whose
+        The first is a `draft` of all `tokens`: the last with `streams [N, D]`, those before, which
+        are only written, with `stale [M - 1, N, D]`. Ends after a pass whose
         gap is below `gate`, and after one that chooses `end`; goes on with the tokens `forced`
         instead of the choices where there are any. Returns logits `[passes, V]`, choices and gaps,
         and which pass's logits are not finite or -1; None where it takes several calls.

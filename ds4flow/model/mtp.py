@@ -306,12 +306,15 @@ class MtpBlock:
         """
         passes = self.kernels.passes
         if passes is not None:
-            first, known, pairs = self._joined(streams, token, position, cache, stale)
+            if stale is not None and stale[0] + len(stale[1]) != position:
+                self.warm(stale[2], stale[1], stale[0], cache)
+                stale = None
+            first, before, behind = stale or (position, (), None)
             cache.check_room(position + count - 1, 1)
             made = passes.chain(
-                self._embedded(known),
-                pairs,
-                known,
+                streams,
+                behind,
+                [*before, token],
                 self.weights,
                 self.embedding,
                 self.output,
@@ -331,7 +334,6 @@ class MtpBlock:
                 return Chain(
                     choices if forced is None else list(forced[:steps]), chain_gaps, logits
                 )
-            stale = (first, known[:-1], pairs[:-1]) if len(known) > 1 else None
         return step_by_step(
             self,
             streams,

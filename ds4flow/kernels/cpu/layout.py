@@ -189,8 +189,9 @@ TRUNK_SIZE = 56
     DRAFT_GATE,  # gap of the two largest logits below which the chain ends (float64)
     DRAFT_END,  # the token that ends it
     DRAFT_FORCED,  # tokens to go on with in place of the block's own choices, or 0
-    DRAFT_SPARE,  # room for a row [dim]
+    DRAFT_SPARE,  # room for the tokens' part, [rows, dim], and the streams of the first pass
+    DRAFT_STALE,  # streams of the pairs that are only written, [rows - 1, 4, dim]
     DRAFT_MADE,  # passes that were made
-) = _fields(26)
-DRAFT_SIZE = 208
+) = _fields(27)
+DRAFT_SIZE = 216
 CHAIN_RESULTS = 192  # bytes between the results of two passes

@@ -52,6 +52,7 @@ from ds4flow.kernels.cpu.layout import (
     DRAFT_ROOM,
     DRAFT_ROWS,
     DRAFT_SPARE,
+    DRAFT_STALE,
     DRAFT_STREAMS,
     DRAFT_STRIDE,
     DRAFT_TOKEN_NORM,
@@ -226,10 +227,19 @@ def _draft(context: int, draft: int) -> int:
 def chain(context: int, draft: int, a: int, b: int, c: int, d: int, e: int, f: int, g: int) -> int:
     """Passes of the MTP block, each on what the one before proposed and on its streams.
 
-    Ends after `count` passes, after one whose two largest logits are less than the gate apart, and
-    after one that proposes the end. The result is that of the last `draft`.
+    The streams of the last pair of the first pass lie apart from those of the pairs before. Ends
+    after `count` passes, after one whose two largest logits are less than the gate apart, and after
+    one that proposes the end. The result is that of the last `draft`.
     """
     size, made = 4 * get(context + CONTEXT_DIM), 0
+    stale = get(draft + DRAFT_WRITTEN)
+    if stale:
+        both = get(draft + DRAFT_SPARE) + size * (1 + stale)
+        copy(both, get(draft + DRAFT_STALE), STREAMS * size * stale)
+        last_ = both + STREAMS * size * stale
+        copy(last_, get(draft + DRAFT_STREAMS), STREAMS * size)
+        put(draft + DRAFT_STREAMS, both)
+    _embed(context, draft, 1 + stale)
     vocab = get(get(draft + DRAFT_OUTPUT) + MATRIX_ROWS)
     forced = get(draft + DRAFT_FORCED)
     while True:
@@ -252,19 +262,21 @@ def chain(context: int, draft: int, a: int, b: int, c: int, d: int, e: int, f: i
         put(draft + DRAFT_LOGITS, get(draft + DRAFT_LOGITS) + 4 * vocab)
         put(draft + DRAFT_RESULTS, results + CHAIN_RESULTS)
         put(get(draft + DRAFT_IDS), token)
-        _embed(context, draft)
+        _embed(context, draft, 1)
 
 
 @helper
-def _embed(context: int, draft: int) -> None:
-    """The part of the one token in the next input: its embedding, normed and projected."""
-    size, row = 4 * get(context + CONTEXT_DIM), get(draft + DRAFT_SPARE)
+def _embed(context: int, draft: int, m: int) -> None:
+    """The tokens' part of the next input: their embeddings, normed and projected."""
+    size, rows = 4 * get(context + CONTEXT_DIM), get(draft + DRAFT_SPARE)
     normed, tables = get(draft + DRAFT_ROOM), get(context + CONTEXT_TABLES)
-    rows, stride = get(draft + DRAFT_EMBEDDING), get(draft + DRAFT_STRIDE)
+    first, stride = get(draft + DRAFT_EMBEDDING), get(draft + DRAFT_STRIDE)
     lookup, ids = get(draft + DRAFT_LOOKUP), get(draft + DRAFT_IDS)
-    invoke(lookup, (ids, 1, size // 64, rows, stride, normed, tables, 0, 0))
-    norm(normed, size // 4, getf(context + CONTEXT_EPS), get(draft + DRAFT_TOKEN_NORM), normed)
+    invoke(lookup, (ids, m, size // 64, first, stride, normed, tables, 0, 0))
+    eps, weight = getf(context + CONTEXT_EPS), get(draft + DRAFT_TOKEN_NORM)
+    for at in range(normed, normed + size * m, size):
+        norm(at, size // 4, eps, weight, at)
     tasks = get(context + CONTEXT_ARENA)
     matrix = get(draft + DRAFT_TOKEN_PROJECTION)
-    run(context, tasks, task(tasks, matrix, normed, size, 1, row, size))
-    put(draft + DRAFT_TOKENS, row)
+    run(context, tasks, task(tasks, matrix, normed, size, m, rows, size))
+    put(draft + DRAFT_TOKENS, rows)

@@ -24,7 +24,7 @@ from ds4flow.ranks import remember
 
 # what changes from pass to pass in the record of a draft
 _PASS = struct.Struct(f"{(layout.DRAFT_COUNT - layout.DRAFT_TOKENS) // 8}q")
-_ONWARD = struct.Struct("qdqqq")  # what a chain needs beside
+_ONWARD = struct.Struct("qdqqqq")  # what a chain needs beside
 _FOUND = struct.Struct("qff")  # results of one row
 
 
@@ -237,8 +237,8 @@ class WholePasses:
 
     def chain(
         self,
-        embedded: torch.Tensor,
         streams: torch.Tensor,
+        stale: torch.Tensor | None,
         tokens: Sequence[int],
         weights: MtpWeights,
         embedding: QTensor,
@@ -252,24 +252,26 @@ class WholePasses:
         end: int,
         forced: Sequence[int] | None,
     ) -> tuple[torch.Tensor, list[int], list[float], int] | None:
-        """Draft steps one after the other; all pairs but the last are only written.
+        """Draft steps one after the other, the first with the `stale` pairs before its own.
 
         Returns logits `[steps, V]`, the block's choices and gaps of each step, and -1, or which
         step's logits are not finite; None when the embedding is not read as stored.
         """
         if not readable(embedding):
             return None
-        embedded, streams, c = embedded.contiguous(), streams.contiguous(), self.config
-        m, vocab = len(tokens), output.shape[0]
+        check_ids(tokens, embedding)
+        streams, c = streams.contiguous(), self.config
+        stale = stale.contiguous() if stale is not None else None
+        m, vocab, made_streams = len(tokens), output.shape[0], count * c.streams
         made = self._drafting(weights, output, embedding, rows, rope, m, start, ahead=count)
         logits = torch.empty((count, vocab))
-        room = torch.empty((count * c.streams + 1, c.dim))  # each step's streams, and a row
-        onward = np.array(forced if forced is not None else (), dtype=np.int64)
-        results = self._ranking.room(layout.CHAIN_RESULTS // 16 * count)
+        # each step's streams; then the tokens' parts and the streams of the first pass
+        room = torch.empty((made_streams + m * (1 + c.streams), c.dim))
+        onward = None if forced is None else np.array(forced, dtype=np.int64)
         _PASS.pack_into(
             made.view,
             layout.DRAFT_TOKENS,
-            embedded.data_ptr(),
+            0,
             streams.data_ptr(),
             self._context.numbers(tokens),
             m,
@@ -278,7 +280,7 @@ class WholePasses:
             room.data_ptr(),
             logits.data_ptr(),
             self._context.between,
-            results,
+            self._ranking.room(layout.CHAIN_RESULTS // 16 * count),
         )
         _ONWARD.pack_into(
             made.view,
@@ -286,15 +288,17 @@ class WholePasses:
             count,
             gate,
             end,
-            address(onward) if onward.size else 0,
-            room.data_ptr() + 4 * c.dim * c.streams * count,
+            0 if onward is None else address(onward),
+            room.data_ptr() + 4 * c.dim * made_streams,
+            0 if stale is None else stale.data_ptr(),
         )
         failed = self._context.call(self._chain, made.address)
         steps = int(made.record[layout.DRAFT_MADE // 8])
         if failed > 0:
             _raise_failed(failed, [weights.layer.index], start + m + steps - 2)
         choices, gaps = self._ranking.chained(steps)
-        return logits[:steps], choices, gaps, steps - 1 if failed else -1
+        logits = logits if steps == count else logits[:steps]
+        return logits, choices, gaps, steps - 1 if failed else -1
 
     def _drafting(
         self,
