@@ -67,7 +67,7 @@ def run(overrides: tuple[str, ...], short_m: str | None, **options: Any) -> None
 
     KEY=VALUE changes any key of the config and GROUP=OPTION any group; --cfg job shows them.
     """
-    # What is imported stays: looking for garbage among it takes a tenth of the start.
+    # What is imported stays: looking for garbage among it takes a twentieth of the start.
     gc.disable()  # until torch is imported
     gc.set_threshold(100_000, 50, 100)
     words = list(overrides)

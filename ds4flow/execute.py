@@ -152,7 +152,7 @@ def execute(config: DictConfig, node: HydraConf) -> float | None:
     """
     run = RunDir.create(node.runtime.output_dir, _facts(config, node))
     with recorded(run), terminable():
-        with ThreadPoolExecutor(2) as pool, _origin_recorded(run, pool):
+        with ThreadPoolExecutor(3) as pool, _origin_recorded(run, pool):
             if node.mode == RunMode.MULTIRUN:
                 check(config)  # a single run's config was checked when it was composed
             refuse_two_prompts([*node.overrides.task, f"prompts={config.prompts or 'null'}"])
