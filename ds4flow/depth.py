@@ -37,6 +37,8 @@ PURSE_TEXT = 0.7  # least purse where a text begins; less after texts where few 
 PURSE_MIN, PURSE_MAX = -1.0, 3.0
 RESERVE_MAX = 30.0
 
+UNSURE = 1.5  # of the cost by bytes, what a cost that rests on little counts for at most
+
 PROBE_OFF = 32  # least cycles before a probe while nothing is drafted
 PROBE_HOPELESS = 256  # the same where not even certain drafts would pay
 PROBE_ON = 16  # the same while drafting; doubles up to PROBE_LAST
@@ -308,9 +310,16 @@ class DepthPolicy:
         return Decision(best, "best" if best else "off", expected)
 
     def _affords(self, depth: int, believed: list[float]) -> bool:
-        """Whether the purse holds what a cycle of `depth` would lose against the best."""
+        """Whether the purse holds what a cycle of `depth` would lose against the best.
+
+        A cost that rests on little may be that of a bad moment, and must not forbid to look again.
+        """
         pace = self.known.pace
-        loss = pace.cost(depth) * (1.0 - believed[depth] / believed[self.best])
+        tokens = believed[depth] * pace.cost(depth)
+        cost = pace.cost(depth)
+        if not pace.sure(depth):
+            cost = min(cost, UNSURE * pace.least(depth))
+        loss = cost - tokens / believed[self.best]
         if depth and self.rest > PAUSE:
             loss += pace.backlog_cost
         return loss <= max(self.known.purse, 0.0)
@@ -341,7 +350,7 @@ class DepthPolicy:
     def _hopeless(self, limit: int) -> bool:
         """Whether not even drafts that are all accepted would pay, by costs that were measured."""
         pace = self.known.pace
-        return pace.knows(1) and all(depth + 1 < pace.cost(depth) for depth in range(1, limit + 1))
+        return pace.sure(1) and all(depth + 1 < pace.cost(depth) for depth in range(1, limit + 1))
 
 
 def _hoped(mean: float, looks: float) -> float:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 AUTO_DEPTH_MAX = 8  # deepest drafts that mtp.draft=auto tries
 KEPT = 7  # costs of a kind that are kept
 FEW = 2  # costs of a kind before they are believed: the first one finds cold caches
-FASTEST_OF = 3  # first costs of a kind, of which the least counts: an interruption only adds
+FASTEST_OF = 3  # first passes of all, of which the fastest counts: an interruption only adds
+LEAST_OF = 5  # the same of the first costs of a kind
 NEAR = 3  # cycles that lie so close together are compared
 RECENT = 7  # cycles that tell how fast the machine is now
 WARMING = 2  # cycles whose costs are not counted: caches and memory are cold
@@ -78,7 +79,7 @@ class Costs:
         """Take one."""
         self._last.append(cost)
         self.count += 1
-        few = self.count < FASTEST_OF
+        few = self.count < LEAST_OF
         self.value = min(self._last) if few else _median(self._last)
 
     @property
@@ -218,6 +219,14 @@ class Pace:
         """Whether the cost of cycles with `depth` drafts was measured."""
         return self._count(depth + 1) >= FEW if depth else self.cycles >= FEW
 
+    def sure(self, depth: int) -> bool:
+        """Whether it was measured so often that no bad moment decides it."""
+        return self._count(depth + 1) >= KEPT
+
+    def least(self, depth: int) -> float:
+        """What cycles with `depth` drafts cost by their bytes alone."""
+        return self.prior.width(depth + 1) + depth * self.prior.step
+
     @property
     def deepest(self) -> int:
         """The most drafts of a cycle whose cost was measured."""
@@ -234,7 +243,7 @@ class Pace:
 
     def hoped(self, depth: int) -> float:
         """The same with the benefit of the doubt, while costs rest on little."""
-        least = self.prior.width(depth + 1) + depth * self.prior.step
+        least = self.least(depth)
         known = sum(costs.count for costs in self.wider.measured.values())
         sure = known / (known + HOPE_WEIGHT)
         return min(self.cost(depth), least + sure * (self.cost(depth) - least))

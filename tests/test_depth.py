@@ -207,7 +207,7 @@ def test_where_drafting_never_pays_a_purse_bounds_the_loss(name: str, p: float, 
     reach = [sum(p**j for j in range(depth + 1)) for depth in range(9)]
     if max(reach[d] / sum(machine.cycle(d)) for d in range(1, 9)) > 0.98:
         pytest.skip("drafting pays here, or hardly loses")
-    for count, least in ((32, 0.92), (96, 0.97), (200, 0.98), (1000, 0.99)):
+    for count, least in ((32, 0.9), (96, 0.96), (200, 0.98), (1000, 0.99)):
         rates = []
         for seed in range(6):
             noise = jitter(seed) if busy else lambda: 1.0
@@ -266,26 +266,26 @@ def test_one_unlucky_cycle_decides_nothing() -> None:
     assert max(found.depths) >= 5
 
 
-def test_a_first_draft_that_found_cold_caches_is_not_the_last() -> None:
+def test_first_drafts_in_a_bad_moment_are_not_the_last() -> None:
     machine, calls = MACHINES["as the bytes"], [0]
 
     def cold() -> float:
         calls[0] += 1
-        return 9.0 if calls[0] in (13, 14) else 1.0  # the fifth cycle's drafting and pass
+        return 20.0 if calls[0] in (13, 14, 16, 17) else 1.0  # the first two drafts and passes
 
     known = Experience(Pace(BYTES))
     texts = [
         play(machine, lambda position: 4, 100, policy=DepthPolicy(8, known), noise=cold)
         for _ in range(3)
     ]
-    assert texts[0].depths[:5] == [0, 0, 0, 0, 1]
+    assert texts[0].depths[:6] == [0, 0, 0, 0, 1, 1]
     assert texts[-1].rate > 1.5
 
 
 def test_wide_passes_are_not_measured_where_they_cannot_pay() -> None:
     found = play(MACHINES["no gain in width"], lambda position: 8)
     assert max(found.depths) <= 2
-    assert sum(found.depths) <= 8
+    assert sum(found.depths) <= 12
     assert max(play(MACHINES["small model"], lambda position: 0).depths) == 1
 
 
