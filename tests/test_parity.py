@@ -61,7 +61,7 @@ def lengths(depth: int) -> list[int]:
     [
         pytest.param(name, *key, depth, marks=[] if depth in quick else pytest.mark.slow)
         for name, *key, quick in (
-            ("tiny-f32", "official", "reference", (1, 8)),
+            ("tiny-f32", "official", "reference", (8,)),
             ("tiny-f32", "official", "cpu", DEPTHS),
             ("tiny-q4k", "plain", "reference", (2,)),
             ("tiny-q4k", "plain", "cpu", (1, 4, 8)),
