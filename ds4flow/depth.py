@@ -113,6 +113,7 @@ class Experience:
     def begin(self) -> None:
         """A text begins: what the one before it showed is experience."""
         self.texts += 1
+        self.pace.begin()
         for earlier, current in zip(self.earlier, self.current, strict=True):
             if current.count:
                 earlier.add(current.right, current.count)
@@ -297,6 +298,8 @@ class DepthPolicy:
         again = self.again
         if again is not None and again <= limit and again + 1 > pace.cost(again):
             return Decision(again, "probe", expected)
+        if pace.warming:  # what is tried now would tell no cost
+            return Decision(best, "best" if best else "off", expected)
         tried = hoped.index(max(hoped))
         if hoped[tried] > believed[best] and tried != best and self._affords(tried, believed):
             return Decision(tried, "learn")

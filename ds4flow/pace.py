@@ -21,7 +21,7 @@ FASTEST_OF = 3  # first passes of all, of which the fastest counts: an interrupt
 LEAST_OF = 5  # the same of the first costs of a kind
 NEAR = 3  # cycles that lie so close together are compared
 RECENT = 7  # cycles that tell how fast the machine is now
-WARMING = 2  # cycles whose costs are not counted: caches and memory are cold
+WARMING = 4  # first cycles of a text, whose costs are not counted: after a prompt caches are cold
 LEAST = 1e-9  # seconds of a pass; a clock that stands still must not make it free
 ROW = 0.02  # of a pass of one row: what each further row costs beside its bytes
 GUESS_WEIGHT = 0.02  # of what the bytes say against what was measured
@@ -136,7 +136,7 @@ class Pace:
     drafting: Curve = field(init=False)  # by steps
     backlog: Costs = field(default_factory=Costs)  # refreshing the rows that a pause left behind
     cycles: int = 0  # that were measured
-    _warming: int = WARMING
+    warming: int = WARMING
     _since: int = NEAR  # cycles since the last without drafts
     _last: tuple[int, int] = (0, 0)  # width and steps of the last cycle with drafts
     _plain: deque[float] = field(init=False)  # seconds of the last cycles without drafts
@@ -151,10 +151,16 @@ class Pace:
 
     # --- learning ---------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """A text begins."""
+        self.warming = WARMING
+        self._plain.clear()
+        self._deep.clear()
+
     def plain(self, seconds: float) -> None:
         """A cycle without drafts took so long."""
-        if self._warming:
-            self._warming -= 1
+        if self.warming:
+            self.warming -= 1
             return
         seconds = max(seconds, LEAST)
         self.cycles += 1
@@ -175,8 +181,8 @@ class Pace:
         self, width: int, steps: int, draft_s: float, verify_s: float, backlog_s: float
     ) -> None:
         """A cycle took `steps` draft steps in `draft_s` seconds, and a pass of `width` rows."""
-        if self._warming:
-            self._warming -= 1
+        if self.warming:
+            self.warming -= 1
             return
         verify_s = max(verify_s, LEAST)
         self.cycles += 1
