@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from ds4flow.pace import AUTO_DEPTH_MAX, Pace, Prior
+from ds4flow.pace import AUTO_DEPTH_MAX, NEAR, Pace, Prior
 
 if TYPE_CHECKING:
     from ds4flow.model.trunk import Model
@@ -305,6 +305,7 @@ class DepthPolicy:
             return Decision(tried, "learn")
         probe = self._probe(limit, believed)
         if probe is not None:
+            self.quiet = 0 if probe else NEAR - 1
             return Decision(probe, "probe", expected)
         if not best:
             self.quiet = SETTLED_OFF

@@ -19,7 +19,8 @@ KEPT = 7  # costs of a kind that are kept
 FEW = 2  # costs of a kind before they are believed: the first one finds cold caches
 FASTEST_OF = 3  # first passes of all, of which the fastest counts: an interruption only adds
 LEAST_OF = 5  # the same of the first costs of a kind
-NEAR = 3  # cycles that lie so close together are compared
+NEAR = 3  # cycles that lie so close together are compared, the fastest of each kind
+PLAIN = 4  # passes of one row before anything is drafted
 RECENT = 7  # cycles that tell how fast the machine is now
 WARMING = 4  # first cycles of a text, whose costs are not counted: after a prompt caches are cold
 LEAST = 1e-9  # seconds of a pass; a clock that stands still must not make it free
@@ -170,11 +171,12 @@ class Pace:
             self._recent.clear()
         if self._since:
             self._plain.clear()
-            if self._deep and self._since <= NEAR:  # what has just been drafted, against this
-                draft_s, verify_s = (_median(kind) for kind in zip(*self._deep, strict=True))
-                self._learn(draft_s / seconds, verify_s / seconds)
             self._since = 0
         self._plain.append(seconds)
+        if self._deep and len(self._plain) == NEAR:  # what has just been drafted, against these
+            draft_s, verify_s = (min(kind) for kind in zip(*self._deep, strict=True))
+            self._learn(draft_s / min(self._plain), verify_s / min(self._plain))
+            self._deep.clear()
         self._recent.append(seconds)
 
     def drafted(
@@ -193,7 +195,7 @@ class Pace:
         self._deep.append((draft_s, verify_s))
         near = self._since <= NEAR and bool(self._plain)
         if near or self._count(width) < FEW:
-            unit = _median(self._plain) if near else self.unit or verify_s / self._pass(width)
+            unit = min(self._plain) if near else self.unit or verify_s / self._pass(width)
             self._learn(draft_s / unit, verify_s / unit)
             if backlog_s:
                 self.backlog.add(backlog_s / unit)
@@ -223,7 +225,7 @@ class Pace:
 
     def knows(self, depth: int) -> bool:
         """Whether the cost of cycles with `depth` drafts was measured."""
-        return self._count(depth + 1) >= FEW if depth else self.cycles >= FEW
+        return self._count(depth + 1) >= FEW if depth else self.cycles >= PLAIN
 
     def sure(self, depth: int) -> bool:
         """Whether it was measured so often that no bad moment decides it."""

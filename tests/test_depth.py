@@ -240,7 +240,7 @@ def test_report_41_a_bad_text_stops_no_other() -> None:
     policy = DepthPolicy(8, known)
     assert known.purse > 0.3 * PURSE_TEXT
     found = play(machine, lambda position: 8, 200, policy=policy)
-    assert any(found.depths[:8])
+    assert any(found.depths[:12])
     assert found.rate > 2.0
 
 
@@ -271,14 +271,14 @@ def test_first_drafts_in_a_bad_moment_are_not_the_last() -> None:
 
     def cold() -> float:
         calls[0] += 1
-        return 20.0 if calls[0] in (19, 20, 22, 23) else 1.0  # the first two drafts and passes
+        return 20.0 if calls[0] in (25, 26, 28, 29) else 1.0  # the first two drafts and passes
 
     known = Experience(Pace(BYTES))
     texts = [
         play(machine, lambda position: 4, 100, policy=DepthPolicy(8, known), noise=cold)
         for _ in range(3)
     ]
-    assert texts[0].depths[:8] == [0, 0, 0, 0, 0, 0, 1, 1]
+    assert texts[0].depths[:10] == [0, 0, 0, 0, 0, 0, 0, 0, 1, 1]
     assert texts[-1].rate > 1.5
 
 
