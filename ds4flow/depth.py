@@ -39,6 +39,7 @@ RESERVE_MAX = 30.0
 
 UNSURE = 1.5  # of the cost by bytes, what a cost that rests on little counts for at most
 
+BURST = 3  # cycles of a probe whose cost rests on little
 PROBE_OFF = 32  # least cycles before a probe while nothing is drafted
 PROBE_HOPELESS = 256  # the same where not even certain drafts would pay
 PROBE_ON = 16  # the same while drafting; doubles up to PROBE_LAST
@@ -166,6 +167,7 @@ class DepthPolicy:
     probe_after: int = PROBE_ON
     probes: int = 0
     again: int | None = None  # a depth to be probed once more
+    burst: int = 0  # cycles of a probe so far
     quiet: int = 0  # cycles for which the last choice stands
     slept: int = 0  # cycles that were not accounted for yet
     choice: Decision = field(init=False)
@@ -207,7 +209,12 @@ class DepthPolicy:
         if self.choice.why == "probe":
             self.quiet = 0
             better = not self.best and drafted == accepted > 0
+            self.burst += 1
+            if self.burst < BURST and drafted and not self.known.pace.sure(drafted):
+                better = True  # one cycle alone finds cold caches, and tells no cost
             self.again = drafted if better else None
+        else:
+            self.burst = 0
 
     def _look_at(self, place: int, right: bool) -> None:
         looks = self.accept[place]
@@ -296,7 +303,7 @@ class DepthPolicy:
         self.best = best
         expected = believed[best] / pace.unit
         again = self.again
-        if again is not None and again <= limit and again + 1 > pace.cost(again):
+        if again is not None and again <= limit and self._may_pay(again):
             return Decision(again, "probe", expected)
         if pace.warming:  # what is tried now would tell no cost
             return Decision(best, "best" if best else "off", expected)
@@ -312,6 +319,12 @@ class DepthPolicy:
         elif self.accept[best - 1].count > MIN_LOOKS:
             self.quiet = SETTLED
         return Decision(best, "best" if best else "off", expected)
+
+    def _may_pay(self, depth: int) -> bool:
+        """Whether certain drafts would pay, or their cost is not known for sure."""
+        pace = self.known.pace
+        short = self.burst < BURST and not pace.sure(depth)
+        return short or depth + 1 > pace.cost(depth)
 
     def _affords(self, depth: int, believed: list[float]) -> bool:
         """Whether the purse holds what a cycle of `depth` would lose against the best.

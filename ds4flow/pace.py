@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 AUTO_DEPTH_MAX = 8  # deepest drafts that mtp.draft=auto tries
 KEPT = 7  # costs of a kind that are kept
-FEW = 2  # costs of a kind before they are believed: the first one finds cold caches
+FEW = 1  # costs of a kind before they are believed
 FASTEST_OF = 3  # first passes of all, of which the fastest counts: an interruption only adds
 LEAST_OF = 5  # the same of the first costs of a kind
 NEAR = 3  # cycles that lie so close together are compared, the fastest of each kind
@@ -192,13 +192,15 @@ class Pace:
         if (width, steps) != self._last:
             self._last = width, steps
             self._deep.clear()
+        if self._since == 1 and self._plain:
+            if backlog_s:
+                self.backlog.add(backlog_s / min(self._plain))
+            return  # the drafter's weights, and kernels for more rows, are cold
         self._deep.append((draft_s, verify_s))
-        near = self._since <= NEAR and bool(self._plain)
+        near = self._since <= NEAR + 1 and bool(self._plain)
         if near or self._count(width) < FEW:
             unit = min(self._plain) if near else self.unit or verify_s / self._pass(width)
             self._learn(draft_s / unit, verify_s / unit)
-            if backlog_s:
-                self.backlog.add(backlog_s / unit)
         if self._count(width) > FEW or width == 1:  # what is not known tells nothing
             self._recent.append(verify_s / self._pass(width))
 

@@ -193,7 +193,7 @@ def test_recorded_texts_on_average() -> None:
                 best.append(rate / max(fixed(machine, right, depth) for depth in range(9)))
                 plain.append(rate)
     assert mean(best) > 0.94
-    assert min(plain) > 0.94
+    assert min(plain) > 0.93
 
 
 # --- losing next to nothing -----------------------------------------------------------------------
@@ -284,8 +284,8 @@ def test_first_drafts_in_a_bad_moment_are_not_the_last() -> None:
 
 def test_wide_passes_are_not_measured_where_they_cannot_pay() -> None:
     found = play(MACHINES["no gain in width"], lambda position: 8)
-    assert max(found.depths) <= 2
-    assert sum(found.depths) <= 12
+    assert max(found.depths) <= 3
+    assert sum(found.depths) <= 16
     assert max(play(MACHINES["small model"], lambda position: 0).depths) == 1
 
 

@@ -29,7 +29,8 @@ def test_what_was_not_measured_is_as_steep_as_what_was() -> None:
     pace.plain(2.0)
     pace.plain(2.0)
     for _ in range(2 * KEPT):
-        pace.drafted(2, 1, 0.4, 2.76, 0.0)  # 1.38 and 0.2 of a pass: twice the bytes
+        for _ in range(2):
+            pace.drafted(2, 1, 0.4, 2.76, 0.0)  # 1.38 and 0.2 of a pass: twice the bytes
         pace.plain(2.0)
     assert pace.knows(1)
     assert not pace.knows(2)
@@ -71,6 +72,7 @@ def test_costs_that_change_for_one_width_are_learned_anew() -> None:
     for width_cost in (1.2, 2.0):
         for _ in range(12):
             pace.plain(1.0)
+            pace.drafted(2, 1, 0.1, 9.0, 0.0)  # cold
             pace.drafted(2, 1, 0.1, width_cost, 0.0)
     assert pace.cost(1) == pytest.approx(2.1, rel=0.02)
 
@@ -88,8 +90,8 @@ def test_a_refresh_after_a_pause_is_a_cost_of_its_own() -> None:
 def test_a_gated_cycle_counts_the_steps_it_took() -> None:
     pace = warmed()
     pace.plain(1.0)
-    pace.drafted(1, 1, 0.5, 1.0, 0.0)
-    pace.drafted(1, 1, 0.5, 1.0, 0.0)
+    for _ in range(3):
+        pace.drafted(1, 1, 0.5, 1.0, 0.0)
     assert pace.cost(0, 1) == pytest.approx(1.5, rel=0.02)
 
 
