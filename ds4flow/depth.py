@@ -39,7 +39,7 @@ RESERVE_MAX = 30.0
 
 UNSURE = 1.5  # of the cost by bytes, what a cost that rests on little counts for at most
 
-BURST = 3  # cycles of a probe whose cost rests on little
+BURST = 5  # cycles of a probe whose cost rests on little
 PROBE_OFF = 32  # least cycles before a probe while nothing is drafted
 PROBE_HOPELESS = 256  # the same where not even certain drafts would pay
 PROBE_ON = 16  # the same while drafting; doubles up to PROBE_LAST
@@ -210,7 +210,8 @@ class DepthPolicy:
             self.quiet = 0
             better = not self.best and drafted == accepted > 0
             self.burst += 1
-            if self.burst < BURST and drafted and not self.known.pace.sure(drafted):
+            pays = accepted > 0 or self.known.purse > 0.0
+            if self.burst < BURST and drafted and pays and not self.known.pace.sure(drafted):
                 better = True  # one cycle alone finds cold caches, and tells no cost
             self.again = drafted if better else None
         else:

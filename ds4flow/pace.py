@@ -20,6 +20,7 @@ FEW = 1  # costs of a kind before they are believed
 FASTEST_OF = 3  # first passes of all, of which the fastest counts: an interruption only adds
 LEAST_OF = 5  # the same of the first costs of a kind
 NEAR = 3  # cycles that lie so close together are compared, the fastest of each kind
+COLD = 2  # first cycles with drafts after others, whose costs are not counted
 PLAIN = 4  # passes of one row before anything is drafted
 RECENT = 7  # cycles that tell how fast the machine is now
 WARMING = 4  # first cycles of a text, whose costs are not counted: after a prompt caches are cold
@@ -155,11 +156,13 @@ class Pace:
     def begin(self) -> None:
         """A text begins."""
         self.warming = WARMING
+        self._since = 0
         self._plain.clear()
         self._deep.clear()
 
     def plain(self, seconds: float) -> None:
         """A cycle without drafts took so long."""
+        after, self._since = self._since, 0
         if self.warming:
             self.warming -= 1
             return
@@ -169,9 +172,8 @@ class Pace:
             seconds = min(seconds, self._recent[-1])
             self._plain.clear()
             self._recent.clear()
-        if self._since:
+        if after:
             self._plain.clear()
-            self._since = 0
         self._plain.append(seconds)
         if self._deep and len(self._plain) == NEAR:  # what has just been drafted, against these
             draft_s, verify_s = (min(kind) for kind in zip(*self._deep, strict=True))
@@ -192,12 +194,12 @@ class Pace:
         if (width, steps) != self._last:
             self._last = width, steps
             self._deep.clear()
-        if self._since == 1 and self._plain:
-            if backlog_s:
+        if self._since <= COLD:
+            if backlog_s and self._plain:
                 self.backlog.add(backlog_s / min(self._plain))
             return  # the drafter's weights, and kernels for more rows, are cold
         self._deep.append((draft_s, verify_s))
-        near = self._since <= NEAR + 1 and bool(self._plain)
+        near = self._since <= NEAR + COLD and bool(self._plain)
         if near or self._count(width) < FEW:
             unit = min(self._plain) if near else self.unit or verify_s / self._pass(width)
             self._learn(draft_s / unit, verify_s / unit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ds4flow.depth import Experience
-from ds4flow.pace import KEPT, WARMING, Costs, Pace, Prior
+from ds4flow.pace import COLD, KEPT, WARMING, Costs, Pace, Prior
 
 BYTES = Prior((1.0, 1.19, 1.37, 1.55, 1.72, 1.88, 2.03, 2.18, 2.33), 0.09)
 
@@ -29,7 +29,7 @@ def test_what_was_not_measured_is_as_steep_as_what_was() -> None:
     pace.plain(2.0)
     pace.plain(2.0)
     for _ in range(2 * KEPT):
-        for _ in range(2):
+        for _ in range(COLD + 2):
             pace.drafted(2, 1, 0.4, 2.76, 0.0)  # 1.38 and 0.2 of a pass: twice the bytes
         pace.plain(2.0)
     assert pace.knows(1)
@@ -72,7 +72,8 @@ def test_costs_that_change_for_one_width_are_learned_anew() -> None:
     for width_cost in (1.2, 2.0):
         for _ in range(12):
             pace.plain(1.0)
-            pace.drafted(2, 1, 0.1, 9.0, 0.0)  # cold
+            for _ in range(COLD):
+                pace.drafted(2, 1, 0.1, 9.0, 0.0)
             pace.drafted(2, 1, 0.1, width_cost, 0.0)
     assert pace.cost(1) == pytest.approx(2.1, rel=0.02)
 
@@ -90,7 +91,7 @@ def test_a_refresh_after_a_pause_is_a_cost_of_its_own() -> None:
 def test_a_gated_cycle_counts_the_steps_it_took() -> None:
     pace = warmed()
     pace.plain(1.0)
-    for _ in range(3):
+    for _ in range(COLD + 2):
         pace.drafted(1, 1, 0.5, 1.0, 0.0)
     assert pace.cost(0, 1) == pytest.approx(1.5, rel=0.02)
 
