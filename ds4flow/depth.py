@@ -23,6 +23,7 @@ ACCEPT_IDLE = 1 - 1 / 128  # what a cycle without a look leaves of them
 ACCEPT_GUESS = 0.6  # acceptance of the first draft before any look
 GUESS_LOOKS = 4.0  # looks at earlier texts that this counts as much as
 TEXTS_MEMORY = 48.0  # looks at a draft position in earlier texts that are remembered
+TEXTS_TELL = 24.0  # of these, so many that a text need not begin with a look of its own
 PER_TEXT = 8.0  # of these, from one text at most
 KEPT_LOOKS = 3.0  # looks that do not fade
 MIN_LOOKS = 4.0  # looks at a draft position before the benefit of the doubt ends
@@ -176,6 +177,8 @@ class DepthPolicy:
         self.accept = [Looks(ACCEPT_MEMORY) for _ in range(self.depth_max)]
         self.choice = Decision(0, "off")
         self.known.begin()
+        if self.known.earlier[0].count >= TEXTS_TELL and self.known.pace.sure(1):
+            self.idle = 0  # one more look at once would tell little, and is dear while all is cold
 
     # --- learning ---------------------------------------------------------------------------------
 
