@@ -6,7 +6,6 @@ that nothing reads the rows a second time. Its numbers are those of `ranks`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,10 +39,9 @@ def ranks(logits: torch.Tensor) -> Ranks:
 _MEMO = "_ds4flow_ranks"
 
 
-def remember(logits: torch.Tensor, choices: Sequence[int], pairs: Sequence[float]) -> None:
-    """Leave ranks with the tensor; `pairs` are the two largest entries of each row."""
-    gaps = tuple(top - second for top, second in zip(pairs[::2], pairs[1::2], strict=True))
-    setattr(logits, _MEMO, (Ranks(tuple(choices), gaps), logits._version))
+def remember(logits: torch.Tensor, choices: tuple[int, ...], gaps: tuple[float, ...]) -> None:
+    """Leave the ranks of its rows with the tensor."""
+    setattr(logits, _MEMO, (Ranks(choices, gaps), logits._version))
 
 
 def remembered(logits: torch.Tensor) -> Ranks | None:

@@ -42,7 +42,7 @@ def test_the_first_of_the_largest_is_found(vocab):
 
 def test_changed_entries_are_ranked_again():
     rows = rows_with_ties(17)
-    remember(rows, [3] * 8, [2.0, 1.5] * 8)
+    remember(rows, (3,) * 8, (0.5,) * 8)
     assert remembered(rows) == Ranks((3,) * 8, (0.5,) * 8)
     assert argmax(rows).tolist() == [3] * 8
     assert remembered(rows[:2]) is None

@@ -132,6 +132,12 @@ def getd(b: Any, address: Any) -> Any:
     return emit.load(b, address, emit.F64)
 
 
+@_intrinsic(types.void, INT, DOUBLE)
+def putd(b: Any, address: Any, value: Any) -> None:
+    """Write a float64."""
+    emit.store(b, value, address)
+
+
 @_intrinsic(types.void, INT, FLOAT)
 def putf(b: Any, address: Any, value: Any) -> None:
     """Write a float32."""

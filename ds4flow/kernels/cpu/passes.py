@@ -248,7 +248,7 @@ def chain(context: int, draft: int, a: int, b: int, c: int, d: int, e: int, f: i
         put(draft + DRAFT_MADE, made)
         results = get(draft + DRAFT_RESULTS)
         token = get(results)
-        gap = np.float64(getf(results + 8)) - np.float64(getf(results + 12))
+        gap = getd(results + 8)
         if forced:
             token = get(forced + 8 * (made - 1))
         last = made == get(draft + DRAFT_COUNT) or token == get(draft + DRAFT_END)

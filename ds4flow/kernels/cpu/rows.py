@@ -23,7 +23,7 @@ from ds4flow.kernels.cpu.lanes import (
     largest,
     put,
     put_lanes,
-    putf,
+    putd,
     root1,
     rotate_pairs,
     smaller,
@@ -167,12 +167,13 @@ def _two_of(top: np.float32, next_: np.float32, value: np.float32) -> tuple[np.f
 
 @helper
 def top_two(x: int, m: int, count: int, results: int) -> None:
-    """Of each row of `x [m, count]`, finite: where its largest entry is first, and its two largest.
+    """Of each row of `x [m, count]` the first place of the largest entry, and how far below the next
+    one is.
 
-    `results` are m int64 places, then `[m, 2]` float32 values; 128 bytes behind them are room.
+    `results` are m int64 places, then m float64 differences; 128 bytes behind them are room.
     """
-    values = results + 8 * m
-    room = values + 8 * m
+    gaps = results + 8 * m
+    room = gaps + 8 * m
     for i in range(m):
         row, whole = x + 4 * count * i, count // 16 * 16
         first, second = spread(MINUS_INFINITY), spread(MINUS_INFINITY)
@@ -193,5 +194,4 @@ def top_two(x: int, m: int, count: int, results: int) -> None:
         while getf(at) != top:
             at += 4
         put(results + 8 * i, (at - row) // 4)
-        putf(values + 8 * i, top)
-        putf(values + 8 * i + 4, next_)
+        putd(gaps + 8 * i, np.float64(top) - np.float64(next_))

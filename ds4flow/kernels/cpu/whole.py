@@ -25,7 +25,7 @@ from ds4flow.ranks import remember
 # what changes from pass to pass in the record of a draft
 _PASS = struct.Struct(f"{(layout.DRAFT_COUNT - layout.DRAFT_TOKENS) // 8}q")
 _ONWARD = struct.Struct("qdqqqq")  # what a chain needs beside
-_FOUND = struct.Struct("qff")  # results of one row
+_FOUND = struct.Struct("qd")  # results of one row
 
 
 class WholePasses:
@@ -400,7 +400,7 @@ class _Ranking:
         """Leave with the logits what was found of their `m` rows."""
         form = self._forms.get(m)
         if form is None:
-            form = self._forms[m] = struct.Struct(f"{m}q{2 * m}f")
+            form = self._forms[m] = struct.Struct(f"{m}q{m}d")
         found = form.unpack_from(self._view)
         remember(logits, found[:m], found[m:])
 
@@ -408,7 +408,7 @@ class _Ranking:
         """Choices and gaps of the steps of a chain."""
         view = self._view.cast("B")
         found = [_FOUND.unpack_from(view, layout.CHAIN_RESULTS * i) for i in range(steps)]
-        return [best for best, _, _ in found], [top - second for _, top, second in found]
+        return [best for best, _ in found], [gap for _, gap in found]
 
 
 def _raise_failed(failed: int, indices: Sequence[int], start: int) -> NoReturn:
