@@ -47,8 +47,9 @@ PROBE_ON = 16  # the same while drafting; doubles up to PROBE_LAST
 PROBE_LAST = 256
 PAUSE = 17  # cycles without drafts after which a refresh costs extra (`ds4flow.stale`)
 SETTLED = 4  # cycles between two looks at the choice once it rests on enough
-SETTLED_OFF = 32  # the same while nothing is drafted, and so nothing is learned
-AWAKE = 8  # last of these cycles, whose costs tell how fast the machine is
+SETTLED_OFF = 32  # the same while nothing is drafted, and so nothing is learned; doubles up to
+SETTLED_LAST = 256
+AWAKE = 4  # last of these cycles, whose costs tell how fast the machine is
 
 
 def draft_max(draft: int | str) -> int:
@@ -170,6 +171,7 @@ class DepthPolicy:
     again: int | None = None  # a depth to be probed once more
     burst: int = 0  # cycles of a probe so far
     quiet: int = 0  # cycles for which the last choice stands
+    calm: int = SETTLED_OFF  # cycles for which the next choice of no drafts will stand
     slept: int = 0  # cycles that were not accounted for yet
     choice: Decision = field(init=False)
 
@@ -208,6 +210,7 @@ class DepthPolicy:
         if steps > drafted == accepted:  # a draft that the gate held back gains nothing either
             self._look_at(drafted, False)
         self.rest = 0
+        self.calm = SETTLED_OFF
         self._earn(drafted, accepted, steps, bool(backlog_s))
         if self.choice.why == "probe":
             self.quiet = 0
@@ -319,7 +322,8 @@ class DepthPolicy:
             self.quiet = 0 if probe else NEAR - 1
             return Decision(probe, "probe", expected)
         if not best:
-            self.quiet = SETTLED_OFF
+            self.quiet = self.calm
+            self.calm = min(2 * self.calm, SETTLED_LAST)
         elif self.accept[best - 1].count > MIN_LOOKS:
             self.quiet = SETTLED
         return Decision(best, "best" if best else "off", expected)
