@@ -256,6 +256,11 @@ class DepthPolicy:
 
     # --- choosing ---------------------------------------------------------------------------------
 
+    @property
+    def dozes(self) -> bool:
+        """Whether `sleeps` will say so next, and the cycle before drafted nothing."""
+        return self.quiet > AWAKE and not self.choice.depth and self.slept > 0
+
     def sleeps(self) -> bool:
         """Whether the next cycle drafts nothing, and needs neither `choose` nor `observe`.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -86,13 +87,11 @@ class Drafter(NoDrafter):
 
     def run(self, state: State) -> None:
         """Propose up to the clamped depth."""
+        if self.policy is not None and self.policy.sleeps():
+            self._pass_over(state)
+            return
         start = time.perf_counter()
         left = state.drafts_left(self.max_tokens)
-        if self.policy is not None and self.policy.sleeps():
-            self.finished = 0.0
-            self.propose(state, 0)
-            state.draft_end = self._why_none(state, left)
-            return
         depth = 0 if state.mtp_off else max(0, min(self._depth(state, left, start), left))
         self.steps, self.backlog = depth, 0.0
         self.propose(state, depth)
@@ -100,6 +99,12 @@ class Drafter(NoDrafter):
             state.draft_end = self._why_none(state, left)
         self.finished = time.perf_counter()
         self.seconds = self.finished - start - self.backlog
+
+    def _pass_over(self, state: State) -> None:
+        """A cycle in which nothing was to be decided: as little as can be done."""
+        self.finished = 0.0
+        state.drafts, state.draft_logits, state.draft_from = (), (), ()
+        state.draft_end = "auto"
 
     def _depth(self, state: State, left: int, now: float) -> int:
         if self.policy is None:
@@ -133,6 +138,7 @@ class MtpDrafter(Drafter):
 
     written: int = field(default=0, init=False)  # rows that the last draft pass wrote
     stale: StaleRows | None = field(default=None, init=False)  # until there is a block
+    passed: deque[Fresh] = field(default_factory=deque, init=False)  # not noted as stale yet
 
     kind = "mtp"
 
@@ -144,19 +150,24 @@ class MtpDrafter(Drafter):
 
     def run(self, state: State) -> None:
         """Note which of the block's cache rows are stale, then draft."""
-        if self.depth != 0 and not state.mtp_off:
-            self._note_stale(state)
+        if self.depth != 0 and not state.mtp_off and state.fresh is not None:
+            if self.policy is None or not self.policy.dozes:
+                self._note_stale(state)
+            else:  # most cycles of a pause: noted when it ends
+                self.passed.append(state.fresh)
+            state.fresh = None
         super().run(state)
 
     def _note_stale(self, state: State) -> None:
-        fresh = state.fresh
-        if fresh is None:
-            return
-        state.fresh = None
-        block = state.model.mtp
+        block, fresh = state.model.mtp, state.fresh
         assert block is not None
+        assert fresh is not None
         self.stale = self.stale or StaleRows(block.reach)
+        while self.passed:
+            self.stale.note(self.passed.popleft(), 0)
         self.stale.note(fresh, self.written if self.keep_accepted else min(self.written, 1))
+        if self.passed.maxlen is None:
+            self.passed = deque(maxlen=block.reach)
 
     def _refresh(self, state: State) -> Fresh | None:
         """Rewrite the stale rows; the last few are returned, to go with the first step.

@@ -167,8 +167,7 @@ def _two_of(top: np.float32, next_: np.float32, value: np.float32) -> tuple[np.f
 
 @helper
 def top_two(x: int, m: int, count: int, results: int) -> None:
-    """Of each row of `x [m, count]` the first place of the largest entry, and how far below the next
-    one is.
+    """Of each row of `x [m, count]`: the first place of its largest entry, and the gap to the next.
 
     `results` are m int64 places, then m float64 differences; 128 bytes behind them are room.
     """
