@@ -30,6 +30,9 @@ class Oracle:
     seed: int = 0
     avoid: int | None = None
     _reached: list[int] = field(default_factory=list, init=False)  # drafts by place, this run
+    _phases: list[float] = field(
+        default_factory=list, init=False
+    )  # where each place's pattern starts
     _place: int = field(default=0, init=False)
     _alive: bool = field(default=True, init=False)  # all drafts of this chain were right so far
 
@@ -65,14 +68,15 @@ class Oracle:
 
     def _right(self, place: int) -> bool:
         """Whether the next draft at `place` is right: count times rate passes an integer."""
+        if place == len(self._phases):  # making a generator takes longer than a draft step may
+            self._phases.append(random.Random(f"{self.seed}:{place}").random())
         if place == len(self._reached):
             self._reached.append(0)
         rate = self.rates[min(place, len(self.rates) - 1)]
         before = self._reached[place]
         self._reached[place] += 1
-        phase = random.Random(f"{self.seed}:{place}").random()
         # the small term keeps rates such as 0.8 from losing a whole step to rounding
-        start = before * rate + phase + 1e-9
+        start = before * rate + self._phases[place] + 1e-9
         return math.floor(start + rate) > math.floor(start)
 
 
