@@ -44,7 +44,7 @@ CASES = {"words": st.lists(WORDS, max_size=3), "variables": VARIABLES}
 QUIET = list(HealthCheck)
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=QUIET)
+@settings(deadline=None, max_examples=40, suppress_health_check=QUIET)
 @given(**CASES)
 def test_words_and_variables(words: list[str], variables: dict[str, str]) -> None:
     through(words, variables)

@@ -61,10 +61,12 @@ def lengths(depth: int) -> list[int]:
     [
         pytest.param(name, *key, depth, marks=[] if depth in quick else pytest.mark.slow)
         for name, *key, quick in (
-            ("tiny-f32", "official", "reference", (8,)),
-            ("tiny-f32", "official", "cpu", DEPTHS),
+            ("tiny-f32", "official", "reference", ()),
+            ("tiny-f32", "official", "cpu", (1, 4, 8)),
             ("tiny-q4k", "plain", "reference", (2,)),
-            ("tiny-q4k", "plain", "cpu", (1, 4, 8)),
+            ("tiny-q4k", "plain", "cpu", (4,)),
+            ("tiny-q4k", "plain", "cpu-int8", DEPTHS),
+            ("tiny-iq2", "official", "cpu-int8", (3, 8)),
         )
         for depth in DEPTHS
     ],
@@ -82,9 +84,8 @@ def test_golden_models(tmp_path, golden_dir, name, profile, kernels, depth):
     ("kernels", "depth"),
     [
         ("cpu", 1),
-        ("reference", 4),
         ("cpu", 8),
-        *(pytest.param("reference", depth, marks=pytest.mark.slow) for depth in (1, 2, 8)),
+        *(pytest.param("reference", depth, marks=pytest.mark.slow) for depth in (1, 2, 4, 8)),
     ],
 )
 def test_a_drafter_that_always_lies(tmp_path, golden_dir, kernels, depth):
@@ -100,9 +101,10 @@ def test_a_drafter_that_always_lies(tmp_path, golden_dir, kernels, depth):
 @pytest.mark.parametrize(
     ("kernels", "depth"),
     [
-        *(("cpu", depth) for depth in DEPTHS),
+        *(("cpu-int8", depth) for depth in DEPTHS),
         *(
-            pytest.param("reference", depth, marks=[] if depth == 3 else pytest.mark.slow)
+            pytest.param(kernels, depth, marks=[] if depth == 3 else pytest.mark.slow)
+            for kernels in ("cpu", "reference")
             for depth in DEPTHS
         ),
     ],
