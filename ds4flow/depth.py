@@ -258,15 +258,18 @@ class DepthPolicy:
 
     @property
     def dozes(self) -> bool:
-        """Whether `sleeps` will say so next, and the cycle before drafted nothing."""
-        return self.quiet > AWAKE and not self.choice.depth and self.slept > 0
+        """Whether the cycle before slept, and the next one will."""
+        return self.slept > 0 and self._rests()
+
+    def _rests(self) -> bool:
+        return self.quiet > AWAKE and not self.choice.depth
 
     def sleeps(self) -> bool:
         """Whether the next cycle drafts nothing, and needs neither `choose` nor `observe`.
 
         Where drafting does not pay, deciding that must cost nothing, too.
         """
-        if self.quiet <= AWAKE or self.choice.depth:
+        if not self._rests():
             return False
         self.quiet -= 1
         self.slept += 1

@@ -37,9 +37,19 @@ class StaleRows:
         self.reach = reach
         self.waiting: deque[Fresh] = deque()
         self.count = 0
+        self._later: deque[Fresh] = deque(maxlen=reach)  # single rows that were not noted yet
+
+    def later(self, fresh: Fresh) -> None:
+        """Take one committed row, not final, and do nothing more before the next `note`."""
+        self._later.append(fresh)
 
     def note(self, fresh: Fresh, final: int) -> None:
         """Take committed rows; the first `final` of them are right in the block's cache already."""
+        while self._later:
+            self._note(self._later.popleft(), 0)
+        self._note(fresh, final)
+
+    def _note(self, fresh: Fresh, final: int) -> None:
         if final < len(fresh.tokens):
             if final:
                 fresh = Fresh(fresh.first + final, fresh.tokens[final:], fresh.streams[final:])

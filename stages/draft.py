@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -103,7 +102,7 @@ class Drafter(NoDrafter):
     def _pass_over(self, state: State) -> None:
         """A cycle in which nothing was to be decided: as little as can be done."""
         self.finished = 0.0
-        state.drafts, state.draft_logits, state.draft_from = (), (), ()
+        super().propose(state, 0)
         state.draft_end = "auto"
 
     def _depth(self, state: State, left: int, now: float) -> int:
@@ -138,7 +137,6 @@ class MtpDrafter(Drafter):
 
     written: int = field(default=0, init=False)  # rows that the last draft pass wrote
     stale: StaleRows | None = field(default=None, init=False)  # until there is a block
-    passed: deque[Fresh] = field(default_factory=deque, init=False)  # not noted as stale yet
 
     kind = "mtp"
 
@@ -151,23 +149,19 @@ class MtpDrafter(Drafter):
     def run(self, state: State) -> None:
         """Note which of the block's cache rows are stale, then draft."""
         if self.depth != 0 and not state.mtp_off and state.fresh is not None:
-            if self.policy is None or not self.policy.dozes:
-                self._note_stale(state)
-            else:  # most cycles of a pause: noted when it ends
-                self.passed.append(state.fresh)
+            self._note_stale(state, state.fresh)
             state.fresh = None
         super().run(state)
 
-    def _note_stale(self, state: State) -> None:
-        block, fresh = state.model.mtp, state.fresh
-        assert block is not None
-        assert fresh is not None
-        self.stale = self.stale or StaleRows(block.reach)
-        while self.passed:
-            self.stale.note(self.passed.popleft(), 0)
-        self.stale.note(fresh, self.written if self.keep_accepted else min(self.written, 1))
-        if self.passed.maxlen is None:
-            self.passed = deque(maxlen=block.reach)
+    def _note_stale(self, state: State, fresh: Fresh) -> None:
+        if self.stale is None:
+            block = state.model.mtp
+            assert block is not None
+            self.stale = StaleRows(block.reach)
+        if self.policy is not None and self.policy.dozes:  # most cycles of a pause
+            self.stale.later(fresh)
+        else:
+            self.stale.note(fresh, self.written if self.keep_accepted else min(self.written, 1))
 
     def _refresh(self, state: State) -> Fresh | None:
         """Rewrite the stale rows; the last few are returned, to go with the first step.
@@ -269,11 +263,10 @@ class MtpDrafter(Drafter):
     ) -> tuple[int, float]:
         """The draft for `position` and the gap of the logits' two largest entries.
 
-        When sampling, what the draft was drawn from is added to `drawn`.
+        What the draft was drawn from is added to `drawn`.
         """
-        best, gap = top_two(logits)
-        if state.sampling is None:
-            return best, gap
+        assert state.sampling is not None
+        _, gap = top_two(logits)
         token, source = draw_draft(logits, position, state.sampling)
         drawn.append(source)
         return token, gap

@@ -209,17 +209,6 @@ def tile(b: Builder, form: Format, target: Target, rows: int) -> Value:
     return function(b, f"tile_int8_{form.name}_{rows}", 9, body)
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """Two IQ2_XXS blocks: place of their activations, index bytes, words with signs, scales."""
-
-    blocks: tuple[Value, Value]
-    first: Value
-    indices: Value
-    signs: Value
-    scales: Value
-
-
 class _Tile:
     """Weight rows times some rounded rows: integer sums by lane, float32 sums over blocks."""
 
@@ -332,30 +321,19 @@ class _Tile:
             for number, codes in enumerate(chunks):
                 self._chunk(codes, offset(b, b.shl(index, I64(8)), CHUNK * number))
 
-    # IQ2_XXS: two blocks at a time, one group of 32 weights a lane; the last block stands in, with
-    # zeros beside it, for one that is missing.
+    # IQ2_XXS: two blocks at a time, one group of 32 weights a lane; a block that stands in for a
+    # missing one meets zeros.
 
-    def _pairs(self, weights: Value) -> Iterator[_Pair]:
+    def _pairs(self, weights: Value) -> Iterator[tuple[iq2_xxs.Pair, Value]]:
+        """Pairs of blocks, and where their activations begin."""
         b = self.b
-        blocks = b.lshr(self.k, I64(8))
-        with loop(b, I64(0), blocks, 2) as index:
-            block = b.add(weights, b.mul(index, I64(66)))
-            more = b.icmp_signed("<", b.add(index, I64(1)), blocks)
-            other = b.select(more, offset(b, block, 66), block)
-            fetch_ahead(b, block, 128)
-            words, others = (load(b, start, V16I, 2) for start in (block, other))
-            signs = shuffle(b, words, others, range(1, 32, 2))
-            units = ir.Constant(vector(I16, 2), ir.Undefined)
-            for place, start in enumerate((block, other)):
-                units = b.insert_element(units, load(b, start, I16), I32(place))
-            unit = _spread(b, half_to_float(b, units, self.target.native_half), (0, 1))
-            scales = b.fmul(unit, iq2_xxs.group_steps(b, signs))
-            indices = b.bitcast(shuffle(b, words, others, range(0, 32, 2)), V64)
-            yield _Pair((block, other), b.shl(index, I64(8)), indices, signs, scales)
+        for pair in iq2_xxs.pairs(b, weights, b.lshr(self.k, I64(8)), self.target):
+            fetch_ahead(b, pair.blocks[0], 128)
+            yield pair, b.shl(pair.first, I64(8))
 
-    def _scaled(self, pair: _Pair, dots: Sequence[Value]) -> None:
+    def _scaled(self, pair: iq2_xxs.Pair, first: Value, dots: Sequence[Value]) -> None:
         b = self.b
-        at = b.add(self.row.scales, b.lshr(pair.first, I64(3)))
+        at = b.add(self.row.scales, b.lshr(first, I64(3)))
         for m, row in enumerate(self.rows):
             self._add(m, dots[m], b.fmul(pair.scales, load(b, b.add(row, at), V16F)))
 
@@ -363,15 +341,16 @@ class _Tile:
         """By columns: weight j of every octet in one vector, so a lane of four bytes is a group."""
         b, zero = self.b, constant(V64, 0)
         pairs16 = vector(I16, 32)
-        levels = _vectors(b, self.tables, iq2_xxs.LEVELS, 1)[0]
-        for pair in self._pairs(weights):
+        levels = iq2_xxs.table(b, self.tables, iq2_xxs.LEVELS, 1)[0]
+        for pair, first in self._pairs(weights):
             tables = opaque(b, self.tables)
-            signs = _vectors(b, tables, iq2_xxs.SIGNS, 2)
+            signs = iq2_xxs.table(b, tables, iq2_xxs.SIGNS, 2)
+            indices = pair.indices(b)
             bits = iq2_xxs.look_up_bytes(b, signs, iq2_xxs.sign_fields(b, pair.signs))
             dots = [constant(V16I, 0)] * len(self.rows)
             for plane in range(2):
                 codes = iq2_xxs.look_up_bytes(
-                    b, _vectors(b, tables, iq2_xxs.QUADS + 256 * plane, 4), pair.indices
+                    b, iq2_xxs.table(b, tables, iq2_xxs.QUADS + 256 * plane, 4), indices
                 )
                 for number in range(4):
                     moved = b.lshr(b.bitcast(codes, pairs16), constant(pairs16, 2 * number))
@@ -383,17 +362,17 @@ class _Tile:
                     bit = b.and_(bits, bits_constant(V64, 1 << column))
                     minus = b.icmp_signed("!=", bit, zero)
                     for m, row in enumerate(self.rows):
-                        at = offset(b, b.add(row, pair.first), CHUNK * column)
+                        at = offset(b, b.add(row, first), CHUNK * column)
                         values = load(b, at, V64)
                         signed = b.select(minus, b.sub(zero, values), values)
                         dots[m] = _dot(b, self.target, dots[m], level, signed)
-            self._scaled(pair, dots)
+            self._scaled(pair, first, dots)
 
     def _octets(self, weights: Value) -> None:
         """The same sums from the octets as they lie, two groups at a time."""
         b = self.b
         bits = room(b, 64)
-        for pair in self._pairs(weights):
+        for pair, first in self._pairs(weights):
             store(b, iq2_xxs.sign_bits(b, pair.signs), bits)
             dots = [constant(V16I, 0)] * len(self.rows)
             for number in range(8):
@@ -402,7 +381,7 @@ class _Tile:
                 codes = b.bitcast(_both(b, *octets), V64)
                 minus = b.bitcast(load(b, bits, I64, 8 * number), vector(I1, CHUNK))
                 for m, row in enumerate(self.rows):
-                    at = offset(b, b.add(b.add(row, self.row.raised), pair.first), CHUNK * number)
+                    at = offset(b, b.add(b.add(row, self.row.raised), first), CHUNK * number)
                     values = load(b, at, V64)
                     signed = b.select(minus, b.neg(values), values)
                     lanes = _dot(b, self.target, constant(V16I, 0), codes, signed)
@@ -412,11 +391,7 @@ class _Tile:
                     both = [2 * number, 2 * number + 1]
                     places = [16 + 8 * (i - both[0]) if i in both else i for i in range(16)]
                     dots[m] = shuffle(b, dots[m], lanes, places)
-            self._scaled(pair, dots)
-
-
-def _vectors(b: Builder, tables: Value, start: int, count: int) -> list[Value]:
-    return [load(b, tables, V64, start + 64 * i) for i in range(count)]
+            self._scaled(pair, first, dots)
 
 
 def emit_product(b: Builder, form: Format, target: Target, arguments: Sequence[Value]) -> None:

@@ -7,6 +7,7 @@ octet by octet. Both give exactly the format's values.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -78,45 +79,72 @@ def group_octets(b: Builder, block: Value, tables: Value, group: int) -> Value:
 GROUP_CODES, GROUP_SIGNS, GROUP_ENTRIES = 64, 32, 64
 
 
-def scale(b: Builder, row: Value, blocks: Value, out: Value, tables: Value, target: Target) -> None:
-    """The scales of eight groups, and what decoding them needs.
+@dataclass(frozen=True)
+class Pair:
+    """Two blocks of a row: number of the first, addresses, words behind the unit, scales of groups.
 
-    Two blocks at a time; the last one also stands in for the one that follows it.
+    `signs` are the words with the signs of the 16 groups, in order.
     """
-    pairs = b.lshr(b.add(blocks, I64(1)), I64(1))
-    with loop(b, I64(0), pairs) as index:
-        first = b.shl(index, I64(1))
-        more = b.icmp_signed("<", b.add(first, I64(1)), blocks)
+
+    first: Value
+    blocks: tuple[Value, Value]
+    words: tuple[Value, Value]
+    signs: Value
+    scales: Value
+
+    def indices(self, b: Builder) -> Value:
+        """The codebook entries of the 64 octets, in order (bytes)."""
+        return b.bitcast(shuffle(b, *self.words, range(0, 2 * LANES, 2)), V64)
+
+
+def pairs(b: Builder, row: Value, blocks: Value, target: Target) -> Iterator[Pair]:
+    """The one body of a loop over a row's blocks, two at a time.
+
+    The last block also stands in for one that is missing beside it.
+    """
+    with loop(b, I64(0), blocks, 2) as first:
         block = b.add(row, b.mul(first, I64(66)))
-        other = b.select(more, offset(b, block, 66), block)
-        words, others = (load(b, start, V16I, 2) for start in (block, other))
-        signs = shuffle(b, words, others, range(1, 2 * LANES, 2))
+        more = b.icmp_signed("<", b.add(first, I64(1)), blocks)
+        both = (block, b.select(more, offset(b, block, 66), block))
+        words = (load(b, both[0], V16I, 2), load(b, both[1], V16I, 2))
+        signs = shuffle(b, *words, range(1, 2 * LANES, 2))
         halves = ir.Constant(vector(I16, 2), ir.Undefined)
-        for place, start in enumerate((block, other)):
+        for place, start in enumerate(both):
             halves = b.insert_element(halves, load(b, start, I16), I32(place))
         units = half_to_float(b, halves, target.native_half)
         unit = shuffle(b, units, None, [0] * 8 + [1] * 8)
-        scales = b.fmul(unit, group_steps(b, signs))
-        record = b.add(out, b.mul(first, I64(RECORD)))
+        yield Pair(first, both, words, signs, b.fmul(unit, group_steps(b, signs)))
+
+
+def table(b: Builder, tables: Value, start: int, count: int) -> list[Value]:
+    """Some vectors of the tables."""
+    return [load(b, tables, V64, start + 64 * i) for i in range(count)]
+
+
+def scale(b: Builder, row: Value, blocks: Value, out: Value, tables: Value, target: Target) -> None:
+    """The scales of eight groups, and what decoding them needs."""
+    for pair in pairs(b, row, blocks, target):
+        record = b.add(out, b.mul(pair.first, I64(RECORD)))
         for number in range(2):
-            eight = shuffle(b, scales, None, range(8 * number, 8 * number + 8))
+            eight = shuffle(b, pair.scales, None, range(8 * number, 8 * number + 8))
             store(b, eight, record, RECORD * number)
         if target.bytes:
-            codes = _codes(b, words, others, tables)
+            for place, codes in enumerate(_codes(b, pair, tables)):
+                at = RECORD * (place // 2) + GROUP_CODES + 64 * (place % 2)
+                store(b, codes, record, at)
         else:
-            bits = sign_bits(b, signs)
-            indices = b.bitcast(shuffle(b, words, others, range(0, 2 * LANES, 2)), V64)
-            wide = vector(I16, 64)
-            offsets = b.shl(b.zext(indices, wide), constant(wide, 5))
-        for number in range(2):
-            at = offset(b, record, RECORD * number)
-            if target.bytes:
-                for place in range(2):
-                    store(b, codes[2 * number + place], at, GROUP_CODES + 64 * place)
-                continue
-            eight, many = range(8 * number, 8 * number + 8), range(32 * number, 32 * number + 32)
-            store(b, shuffle(b, bits, None, eight), at, GROUP_SIGNS)
-            store(b, shuffle(b, offsets, None, many), at, GROUP_ENTRIES)
+            _store_entries(b, pair, record)
+
+
+def _store_entries(b: Builder, pair: Pair, record: Value) -> None:
+    """Sign bits of the groups of both blocks, and offsets of their codebook entries."""
+    bits, wide = sign_bits(b, pair.signs), vector(I16, 64)
+    offsets = b.shl(b.zext(pair.indices(b), wide), constant(wide, 5))
+    for number in range(2):
+        at = offset(b, record, RECORD * number)
+        eight, many = range(8 * number, 8 * number + 8), range(32 * number, 32 * number + 32)
+        store(b, shuffle(b, bits, None, eight), at, GROUP_SIGNS)
+        store(b, shuffle(b, offsets, None, many), at, GROUP_ENTRIES)
 
 
 def sign_bits(b: Builder, signs: Value) -> Value:
@@ -138,11 +166,11 @@ def sign_bits(b: Builder, signs: Value) -> Value:
 MAGNITUDES = (8.0, 25.0, 43.0)  # magnitudes of the codebook
 
 
-def look_up_bytes(b: Builder, table: Sequence[Value], places: Value) -> Value:
+def look_up_bytes(b: Builder, vectors: Sequence[Value], places: Value) -> Value:
     """Bytes of a table of two vectors by the low seven bits of `places`, of four by all eight."""
     looked_up = [
         call(b, "llvm.x86.avx512.vpermi2var.qi.512", V64, (low, places, high))
-        for low, high in zip(table[::2], table[1::2], strict=True)
+        for low, high in zip(vectors[::2], vectors[1::2], strict=True)
     ]
     if len(looked_up) == 1:
         return looked_up[0]
@@ -155,7 +183,7 @@ def sign_fields(b: Builder, signs: Value) -> Value:
     return call(b, "llvm.x86.avx512.pmultishift.qb.512", V64, (starts, b.bitcast(signs, V64)))
 
 
-def _codes(b: Builder, words: Value, others: Value, tables: Value) -> list[Value]:
+def _codes(b: Builder, pair: Pair, tables: Value) -> list[Value]:
     """Codes of the 64 octets of two blocks, a nibble a weight, in four vectors of four groups.
 
     A nibble is the number of the magnitude in `MAGNITUDES`, plus 8 for a minus sign. Eight bytes
@@ -164,19 +192,18 @@ def _codes(b: Builder, words: Value, others: Value, tables: Value) -> list[Value
     """
     # the halving of lanes below puts the words 4 * L + k of the order here into lane L of vector k
     order = [2 * (8 * (k // 2) + 4 * (k % 2) + lane) for lane in range(4) for k in range(4)]
-    indices = b.bitcast(shuffle(b, words, others, order), V64)
-    fields = sign_fields(b, shuffle(b, words, others, [word + 1 for word in order]))
+    indices = b.bitcast(shuffle(b, *pair.words, order), V64)
+    fields = sign_fields(b, shuffle(b, *pair.words, [word + 1 for word in order]))
     planes = []
     for plane in range(4):
-        entries = [load(b, tables, V64, NIBBLES + 256 * plane + 64 * part) for part in range(4)]
-        signs = [load(b, tables, V64, MINUSES + 128 * plane + 64 * part) for part in range(2)]
-        minus = look_up_bytes(b, signs, fields)
+        entries = table(b, tables, NIBBLES + 256 * plane, 4)
+        minus = look_up_bytes(b, table(b, tables, MINUSES + 128 * plane, 2), fields)
         planes.append(b.or_(look_up_bytes(b, entries, indices), minus))
-    pairs = vector(I32, LANES)
+    kind = vector(I32, LANES)
     even, odd = (_interleaved(b, *planes[2 * i : 2 * i + 2]) for i in range(2))
     made = []
     for one, other in zip(even, odd, strict=True):
-        made += _interleaved(b, b.bitcast(one, pairs), b.bitcast(other, pairs))
+        made += _interleaved(b, b.bitcast(one, kind), b.bitcast(other, kind))
     return made
 
 

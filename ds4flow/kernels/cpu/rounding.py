@@ -33,7 +33,6 @@ from ds4flow.kernels.cpu.emit import (
     vector,
 )
 
-BLOCK = 32  # activations of one scale
 CHUNK = 64  # codes of one vector
 WIDE = 512  # activations that a row is padded to, with zeros
 
@@ -49,7 +48,6 @@ _PLACES = {  # where each block of eight goes, a hexadecimal digit each, the las
     NATURAL: 0x76543210,
     FOURS: 0x75643120,
     EIGHTS: 0x75316420,
-    COLUMNS: 0x76543210,
 }
 
 
@@ -89,7 +87,7 @@ def emit_round(b: Builder, target: Target, arguments: Sequence[Value]) -> None:
         places = b.select(chosen, I64(_PLACES[number]), places)
     blocks = b.lshr(k, I64(5))
     whole = b.and_(blocks, I64(-8))
-    _Rounding(b, target, x, y, row, order, places).emit(blocks, whole)
+    _Rounding(b, x, y, row, order, places).emit(blocks, whole)
     zeros = constant(vector(I8), 0)
     with loop(b, blocks, b.lshr(row.length, I64(5))) as block:
         place = _place(b, places, block)
@@ -117,9 +115,9 @@ class _Rounding:
     """Blocks of a row: eight at a time, whose largest values are found side by side."""
 
     def __init__(
-        self, b: Builder, target: Target, x: Value, y: Value, row: Row, order: Value, places: Value
+        self, b: Builder, x: Value, y: Value, row: Row, order: Value, places: Value
     ) -> None:
-        self.b, self.target, self.x, self.y, self.row = b, target, x, y, row
+        self.b, self.x, self.y, self.row = b, x, y, row
         self.places = places
         self.columns = b.icmp_signed("==", order, I64(COLUMNS))
         self.sums = b.or_(
@@ -192,7 +190,7 @@ def _largest(b: Builder, sizes: Sequence[Value]) -> Value:
     """The largest lane of one or eight vectors of bit patterns, as a vector of float32."""
     if len(sizes) == 1:
         one = _reduce(b, sizes[0], lambda left, right: _most(b, left, right))
-        return b.bitcast(b.insert_element(constant(vector(I32, 1), 0), one, I32(0)), _ONE)
+        return b.bitcast(b.insert_element(constant(vector(I32, 1), 0), one, I32(0)), vector(F32, 1))
     span, together = LANES // 2, list(sizes)
     while len(together) > 1:  # half the vectors, each with the lanes of two, folded
         starts = range(0, 2 * LANES, 2 * span)
@@ -206,9 +204,6 @@ def _largest(b: Builder, sizes: Sequence[Value]) -> Value:
     (pairs,) = together
     even, odd = (shuffle(b, pairs, None, range(parity, LANES, 2)) for parity in range(2))
     return b.bitcast(_most(b, even, odd), vector(F32, 8))
-
-
-_ONE = vector(F32, 1)
 
 
 def _transpose(b: Builder, y: Value, row: Row) -> None:

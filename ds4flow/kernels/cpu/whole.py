@@ -393,7 +393,7 @@ class _Ranking:
         if m > self._rows:
             self._rows = 2 * m
             values = np.empty(2 * self._rows + 16, dtype=np.int64)
-            self._view, self._address = values.data, address(values)
+            self._view, self._address = values.data.cast("B"), address(values)
         return self._address
 
     def keep(self, logits: torch.Tensor, m: int) -> None:
@@ -406,8 +406,7 @@ class _Ranking:
 
     def chained(self, steps: int) -> tuple[list[int], list[float]]:
         """Choices and gaps of the steps of a chain."""
-        view = self._view.cast("B")
-        found = [_FOUND.unpack_from(view, layout.CHAIN_RESULTS * i) for i in range(steps)]
+        found = [_FOUND.unpack_from(self._view, layout.CHAIN_RESULTS * i) for i in range(steps)]
         return [best for best, _ in found], [gap for _, gap in found]
 
 
